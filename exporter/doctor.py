@@ -6,7 +6,6 @@ whether its module can be found. Lowest versions and extras are read from sinkri
 
 import dataclasses
 import importlib.util
-import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from sinkring.exporter.machine import Gpu, Machine, describe_machine, find_gpus
+from sinkring.models.fetch import cache_folder
 
 State = Literal["ok", "old", "missing", "broken", "none"]
 
@@ -152,8 +152,8 @@ PACKAGES: tuple[Wanted, ...] = (
 )
 
 
-def diagnose(cache_folder: Path | None = None) -> Diagnosis:
-    """Look the machine over. `cache_folder` is where fetched weights are kept; the default is `default_cache_folder()`.
+def diagnose(cache: Path | None = None) -> Diagnosis:
+    """Look the machine over. `cache` is where fetched weights are kept, `models.fetch.cache_folder()` if None.
 
     Reads package metadata, /proc and the answer of nvidia-smi; never raises for something that is missing.
     """
@@ -165,15 +165,8 @@ def diagnose(cache_folder: Path | None = None) -> Diagnosis:
         packages=tuple(check_package(wanted) for wanted in PACKAGES),
         gpus=gpus,
         gpu_note=gpu_note,
-        cache=_folder(cache_folder or default_cache_folder()),
+        cache=_folder(cache or cache_folder()),
     )
-
-
-def default_cache_folder() -> Path:
-    """$SINKRING_CACHE, else sinkring in the user's cache folder ($XDG_CACHE_HOME, else ~/.cache)."""
-    if named := os.environ.get("SINKRING_CACHE"):
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sinkring"
 
 
 def check_package(wanted: Wanted, range_: Range | None = None) -> Package:

@@ -119,9 +119,7 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, t
     cache = diagnose().cache
     assert (cache.path, cache.exists) == (str(tmp_path / "not" / "yet"), False)
     assert cache.free_bytes > 0
-    monkeypatch.delenv("SINKRING_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert doctor.default_cache_folder() == tmp_path / "sinkring"
+    assert diagnose(tmp_path).cache.exists
 
 
 def test_json_and_rows_carry_everything() -> None:
