@@ -1,0 +1,223 @@
+"""Model sources: what a user may name as a model, and the files behind it.
+
+A source is a Hugging Face folder (config.json and safetensors), a .gguf file, or a name of `fetch.KNOWN_WEIGHTS`. Nothing that needs
+unpickling is opened: such a file can run code.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from sinkring.models.errors import ModelError, SourceError, UnsupportedModel
+from sinkring.models.fetch import KNOWN_WEIGHTS, fetch_weights, file_sha256
+from sinkring.models.quiet import quiet_transformers
+from sinkring.models.tokenizer import read_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+SAFETENSORS = "model.safetensors"
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Source:
+    """name: as the user gave it, made absolute if it is a path; files: config (of a folder) and weights, in the order of their names."""
+
+    name: str
+    kind: Literal["folder", "gguf"]
+    path: Path
+    files: tuple[Path, ...]
+
+    def sha256(self) -> str:
+        """Of the file for a GGUF; for a folder, of the lines that `sha256sum config.json *.safetensors` prints for `files`."""
+        if self.kind == "gguf":
+            return file_sha256(self.path)
+        lines = "".join(f"{file_sha256(file)}  {file.name}\n" for file in self.files)
+        return hashlib.sha256(lines.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to be read: eval mode, without gradients, eager attention.
+
+    tokenizer_json: text of a `tokenizers` JSON file, None if the source has no tokenizer. Its post-processor adds the BOS token if the
+    model wants one: do not add bos_id a second time. stop_ids: tokens that end a text or a turn, ascending.
+    source, source_sha256: see Source.
+    """
+
+    model: PreTrainedModel
+    config: PreTrainedConfig
+    architecture: str
+    tokenizer_json: str | None
+    chat_template: str | None
+    bos_id: int | None
+    stop_ids: tuple[int, ...]
+    source: str
+    source_sha256: str
+
+
+def resolve_source(source: str) -> Source:
+    """Find the files of `source`, fetching a known name if need be. Raises SourceError."""
+    if source in KNOWN_WEIGHTS:
+        path = fetch_weights(KNOWN_WEIGHTS[source])
+        return Source(source, "gguf", path, (path,))
+    path = Path(source).expanduser().absolute()
+    if path.is_dir():
+        return Source(str(path), "folder", path, _folder_files(path))
+    if not path.exists():
+        raise SourceError(
+            f"{source}: no such folder or file; give a Hugging Face folder, a .gguf file, or one of the names: {', '.join(KNOWN_WEIGHTS)}"
+        )
+    if path.suffix == ".gguf":
+        return Source(str(path), "gguf", path, (path,))
+    if path.suffix in PICKLED:
+        raise SourceError(f"{path}: a pickled checkpoint ({path.suffix}) can run code and is not read; {_TO_SAFETENSORS}")
+    if path.suffix == ".safetensors":
+        raise SourceError(f"{path}: is only the weights; give the folder that also holds its config.json: {path.parent}")
+    raise SourceError(f"{path}: file type {path.suffix or 'without suffix'!r} is not a model; give a Hugging Face folder or a .gguf file")
+
+
+def load_model(source: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
+    """Load `source` (see `resolve_source`) with weights of `dtype`, GGUF ones dequantized.
+
+    Raises SourceError for what is missing or damaged, UnsupportedModel for an architecture or a setting that would be read wrongly.
+    """
+    found = resolve_source(source)
+    with quiet_transformers():
+        config = _read_config(found)
+        model = _read_weights(found, config, dtype)
+        with _reading(found):
+            tokenizer = read_tokenizer(found.path)
+    generation = getattr(model, "generation_config", None)
+    stops = set(tokenizer.stop_ids) if tokenizer else set()
+    for eos in (config.eos_token_id, getattr(generation, "eos_token_id", None)):
+        stops.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    bos = tokenizer.bos_id if tokenizer and tokenizer.bos_id is not None else config.bos_token_id
+    return LoadedModel(
+        model=model.eval().requires_grad_(False),
+        config=model.config,
+        architecture=model.config.model_type,
+        tokenizer_json=tokenizer.json if tokenizer else None,
+        chat_template=tokenizer.chat_template if tokenizer else None,
+        bos_id=bos,
+        stop_ids=tuple(sorted(stops)),
+        source=found.name,
+        source_sha256=found.sha256(),
+    )
+
+
+_TO_SAFETENSORS = "convert it with transformers: model.save_pretrained(folder) writes safetensors"
+
+
+def _folder_files(folder: Path) -> tuple[Path, ...]:
+    config = folder / "config.json"
+    if not config.is_file():
+        ggufs = sorted(path.name for path in folder.glob("*.gguf"))
+        hint = f"it holds {ggufs[0]}: give the path of that file" if ggufs else "give the folder that holds the model's config.json"
+        raise SourceError(f"{folder}: has no config.json; {hint}")
+    if (folder / SAFETENSORS).is_file():
+        return config, folder / SAFETENSORS
+    index = folder / SAFETENSORS_INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SourceError(f"{index}: is not an index of safetensors ({error}); copy the folder again") from error
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise SourceError(
+                f"{folder}: {len(missing)} of {len(names)} weights files are missing, first {missing[0]}; copy the folder again"
+            )
+        return config, *(folder / name for name in names)
+    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLED)
+    if pickled:
+        raise SourceError(f"{folder}: its weights are a pickled checkpoint ({pickled[0]}), which can run code; {_TO_SAFETENSORS}")
+    raise SourceError(f"{folder}: has a config.json but no weights; expected {SAFETENSORS} or {SAFETENSORS_INDEX} beside it")
+
+
+def _where(source: Source) -> dict[str, Any]:
+    if source.kind == "folder":
+        return {"pretrained_model_name_or_path": source.path}
+    return {"pretrained_model_name_or_path": source.path.parent, "gguf_file": source.path.name}
+
+
+@contextmanager
+def _reading(source: Source) -> Iterator[None]:
+    """Turn whatever transformers raises on a damaged or unknown source into one line: it raises almost every class there is."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise SourceError(f"{source.path}: cannot be read ({said}); copy it again, or give a model that transformers reads") from error
+
+
+def _read_config(source: Source) -> PreTrainedConfig:
+    with _reading(source):
+        if source.kind == "gguf":
+            _check_gguf(source.path)
+        config = AutoConfig.from_pretrained(**_where(source), local_files_only=True, trust_remote_code=False)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UnsupportedModel(
+            f"{source.path}: architecture {config.model_type!r} is no decoder with a language-model head; give one that is"
+        )
+    if source.kind == "folder" and (quantized := getattr(config, "quantization_config", None)):
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+        raise UnsupportedModel(f"{source.path}: weights are quantized ({method}); give the unquantized model, or a .gguf file of it")
+    return config
+
+
+def _check_gguf(path: Path) -> None:
+    """Refuse what transformers passes over without a word in a GGUF file."""
+    from gguf import GGUFReader  # Only GGUF sources need that package.
+
+    reader = GGUFReader(path)  # Also lays out every tensor, so a file that was cut short fails here.
+    architecture = str(reader.fields["general.architecture"].contents())
+    split = reader.fields.get("split.count")
+    if split is not None and int(split.contents()) > 1:
+        raise SourceError(f"{path}: is one of {int(split.contents())} parts of a model; join them with `llama-gguf-split --merge`")
+    # gpt-oss is the one architecture whose scaling transformers takes over.
+    scaling = reader.fields.get(f"{architecture}.rope.scaling.type")
+    if scaling is not None and scaling.contents() != "none" and architecture != "gpt-oss":
+        raise UnsupportedModel(
+            f"{path}: rope scaling {scaling.contents()!r} is lost when transformers reads a GGUF of {architecture}; "
+            "give the model's safetensors folder"
+        )
+    if any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
+        raise UnsupportedModel(
+            f"{path}: scaled rotary frequencies (rope_freqs.weight) are lost when transformers reads a GGUF; "
+            "give the model's safetensors folder"
+        )
+
+
+def _read_weights(source: Source, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    with _reading(source):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            **_where(source),
+            config=config,
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=source.kind == "folder",
+            output_loading_info=True,
+        )
+    model: PreTrainedModel = loaded[0]
+    # transformers fills missing weights with random numbers and drops unexpected ones, with no more than a warning.
+    for fault in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
+        if faulty := sorted(str(key) for key in loaded[1].get(fault) or ()):
+            raise SourceError(
+                f"{source.path}: weights and config disagree, {fault.replace('_', ' ')}: {len(faulty)}, first {faulty[0]}; "
+                "copy the source again, or give one that is complete"
+            )
+    if source.kind == "gguf":
+        # The weights are plain tensors now; left marked as quantized, the model could be neither cast nor saved.
+        loaded[0].hf_quantizer.remove_quantization_config(model)
+        model.config._is_quantized = False
+    return model
