@@ -1,0 +1,228 @@
+"""SmolLM2-135M from weights to endless text: export, engines, stream past the ring's second wrap, proof against eager PyTorch.
+
+What is already there and up to date is not made again: `scripts/demo` a second time goes straight to the text.
+"""
+
+import argparse
+import hashlib
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from sinkring.runtime import open_bundle
+from sinkring.runtime.errors import BundleError, SinkringError
+from sinkring.runtime.manifest import Manifest
+from sinkring.runtime.text import IncrementalDecoder, TextCodec
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = "smollm2"
+OPTIONS: dict[str, Any] = {"policy": "streaming", "sinks": 4, "window": 256, "chunk": 64, "batch": 1, "dtype": "fp32"}
+RING_SLOTS = OPTIONS["window"] + OPTIONS["chunk"] - 1
+# A ring has wrapped twice once every slot has been written a third time.
+SECOND_WRAP_TOKENS = OPTIONS["sinks"] + 2 * RING_SLOTS
+TARGET, SMS = "tensorrt-rtx", (89, 120)
+
+# One stream all along: when an answer ends, the next question is fed behind it.
+QUESTIONS = (
+    "Tell me a long story about a lighthouse keeper who finds a map.",
+    "What happens next?",
+    "And how did the people of the village take it?",
+    "Go on with the story, please.",
+)
+
+console = Console()
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """One run of the stream: tokens in it and generated, wall time of the generation, resident bytes at its first and last token."""
+
+    stream_tokens: int
+    generated_tokens: int
+    seconds: float
+    cache_bytes: int
+    resident_start_bytes: int
+    resident_end_bytes: int
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bundle", type=Path, default=ROOT / "bundles" / MODEL, help="where the bundle lies or is made (%(default)s)")
+    parser.add_argument(
+        "--tokens", type=int, default=800, help=f"length of the stream; the second wrap is at {SECOND_WRAP_TOKENS} (%(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=700, help="tokens to compare with eager PyTorch (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampling (%(default)s)")
+    args = parser.parse_args()
+    try:
+        demonstrate(args.bundle, args.tokens, args.steps, args.seed)
+    except SinkringError as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def demonstrate(bundle: Path, tokens: int, steps: int, seed: int) -> None:
+    # Exporting and building load torch and TensorRT: done in processes of their own, so that the memory measured is the runtime's alone.
+    if reason := why_export(bundle):
+        step(f"export {MODEL}: {reason}")
+        in_child(export, bundle)
+    else:
+        step(f"export {MODEL}: up to date")
+    if missing := missing_engines(bundle):
+        step(f"build engines for SM {', '.join(map(str, missing))} (no GPU needed)")
+        in_child(build, bundle, missing)
+    else:
+        step("build engines: up to date")
+    step(f"stream {tokens} tokens through {OPTIONS['sinks']} sinks and {RING_SLOTS} ring slots")
+    streamed = stream_text(bundle, tokens, seed)
+    step(f"validate {steps} steps against eager PyTorch")
+    from sinkring.exporter import validate_bundle  # Loads torch: not before the memory has been measured.
+
+    validation = validate_bundle(bundle, steps=steps)
+    console.print(summary(bundle, streamed, validation))
+
+
+def step(text: str) -> None:
+    console.print(f"[bold]>> {text}[/bold]", highlight=False)
+
+
+def in_child(work: Callable[..., None], *arguments: Any) -> None:
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
+        pool.submit(work, *arguments).result()
+
+
+def why_export(bundle: Path) -> str:
+    """Why the bundle has to be made; "" when it is whole and made by these sources with these options."""
+    if not bundle.exists():
+        return f"no bundle at {shown(bundle)} yet"
+    try:
+        manifest = Manifest.read(bundle)
+    except BundleError as error:
+        return str(error)
+    made_by = made_by_file(bundle)
+    if not made_by.is_file() or made_by.read_text(encoding="utf-8").strip() != source_sha256():
+        return "the sources or the options have changed since"
+    for file in manifest.files:
+        path = bundle / file.path
+        if not path.is_file() or file_sha256(path) != file.sha256:
+            return f"{file.path} is missing or damaged"
+    return ""
+
+
+def export(bundle: Path) -> None:
+    from sinkring.exporter import export_decoder
+
+    made_by_file(bundle).unlink(missing_ok=True)
+    export_decoder(MODEL, bundle, **OPTIONS, overwrite=True, progress=lambda line: console.print(f"   {line}", highlight=False))
+    made_by_file(bundle).write_text(source_sha256() + "\n", encoding="utf-8")
+
+
+def missing_engines(bundle: Path) -> tuple[int, ...]:
+    """Compute capabilities that lack an engine of this TensorRT-RTX for some graph as it is now."""
+    manifest = Manifest.read(bundle)
+    version = metadata.version("tensorrt-rtx-cu13")
+    hashes = {file.path: file.sha256 for file in manifest.files}
+    wanted = [(graph.path, hashes[graph.path]) for graph in manifest.graphs if graph.target == TARGET]
+    have = {
+        (engine.graph_path, engine.graph_sha256, engine.sm)
+        for engine in manifest.engines
+        if engine.target == TARGET and engine.builder_version == version
+    }
+    return tuple(sm for sm in SMS if any((*graph, sm) not in have for graph in wanted))
+
+
+def build(bundle: Path, sms: tuple[int, ...]) -> None:
+    from sinkring.exporter import build_engine
+
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("engines", total=None)
+
+        def show(phase: str, done: int, steps: int) -> None:
+            progress.update(task, description=phase, completed=done, total=steps)
+
+        reports = build_engine(bundle, target=TARGET, sm=sms, progress=show)
+    for report in reports:
+        console.print(f"   {report.engine_path}: {report.engine_bytes / 2**20:.1f} MiB in {report.build_s:.1f} s", highlight=False)
+
+
+def stream_text(bundle: Path, tokens: int, seed: int) -> Streamed:
+    """Ask, answer, ask on, in one stream, until it is `tokens` tokens long; the text is printed as it comes."""
+    process = psutil.Process()
+    codec = TextCodec.open(bundle, Manifest.read(bundle).tokenizer)
+    with open_bundle(bundle, backend="onnxruntime") as decoder:
+        stream = decoder.stream()
+        generated, seconds, turn, end_fed, resident_start = 0, 0.0, 0, False, 0
+        while stream.position < tokens:
+            question = QUESTIONS[turn] if turn < len(QUESTIONS) else QUESTIONS[-1]
+            console.print(f"\n[bold cyan]{question}[/bold cyan]", highlight=False)
+            stream.feed(codec.chat_turn(question, first=turn == 0, end_fed=end_fed))
+            turn, position, answered = turn + 1, stream.position, 0
+            text = IncrementalDecoder(codec)
+            began = time.perf_counter()
+            for token in stream.generate(max_tokens=max(1, tokens - position), temperature=0.8, seed=seed + turn):
+                resident_start = resident_start or process.memory_info().rss
+                answered += 1
+                end_fed = token in codec.info.stop_ids and stream.position == position + answered
+                sys.stdout.write(text.push(token))
+                sys.stdout.flush()
+            seconds += time.perf_counter() - began
+            generated += answered
+            print(text.flush())
+        return Streamed(stream.position, generated, seconds, decoder.cache_bytes, resident_start, process.memory_info().rss)
+
+
+def summary(bundle: Path, streamed: Streamed, validation: Any) -> Table:
+    growth = streamed.resident_end_bytes - streamed.resident_start_bytes
+    table = Table(show_header=False, title=f"{MODEL}, {OPTIONS['policy']} policy, {OPTIONS['dtype']}")
+    for name, value in (
+        ("bundle", shown(bundle)),
+        ("stream", f"{streamed.stream_tokens} tokens long, {streamed.generated_tokens} generated; second wrap at {SECOND_WRAP_TOKENS}"),
+        ("speed", f"{streamed.generated_tokens / streamed.seconds:.1f} tokens/s with ONNX Runtime on this CPU, printing included"),
+        ("cache", f"{streamed.cache_bytes:,} bytes, the same at every age"),
+        ("resident memory", f"{streamed.resident_start_bytes / 2**20:.1f} MiB at the first token, {growth / 2**20:+.1f} MiB at the last"),
+        ("against eager PyTorch", f"largest logit difference {validation.max_difference:.2e}"),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def source_sha256() -> str:
+    """Of everything that decides what an export writes: the options, the exporter, the models, and the runtime's part of the contract."""
+    files = [
+        *(ROOT / "exporter").rglob("*.py"),
+        *(ROOT / "models").rglob("*.py"),
+        *(ROOT / "runtime" / name for name in ("manifest.py", "ring.py")),
+    ]
+    digest = hashlib.sha256(repr((MODEL, OPTIONS)).encode())
+    for file in sorted(files):
+        digest.update(f"{file.relative_to(ROOT).as_posix()} {file_sha256(file)}\n".encode())
+    return digest.hexdigest()
+
+
+def made_by_file(bundle: Path) -> Path:
+    """Beside the bundle, as the bundle holds only what its manifest lists."""
+    return bundle.with_name(f"{bundle.name}.made-by")
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
