@@ -1,0 +1,246 @@
+"""Engines from a bundle: each graph of a target, compiled for each compute capability, its plan checked, recorded in the manifest.
+
+The engine is compiled from the very file of the bundle whose hash the manifest holds, the file that was proven elsewhere. Beside
+`engines/X.engine` stands `engines/X.json`, the report. An engine whose plan breaks a promise is not kept: its report stays as
+`engines/X.failed.json`, so that there is something to read.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import onnx
+from sinkring.exporter.engine_builder import Progress, ShapeRange, check_sm, compile_engine, load_tensorrt, present_sm
+from sinkring.exporter.plan import PlanReport, read_plan
+from sinkring.runtime.errors import BuildError, BundleError, UnsupportedError
+from sinkring.runtime.manifest import MANIFEST_NAME, Engine, File, Graph, Manifest, Role, StateTensor
+
+ENGINES_FOLDER = "engines"
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """One engine: what it was built from, with what, and its plan. `dtype` is that of the bundle, `build_s` wall time in seconds."""
+
+    role: Role
+    target: str
+    sm: int
+    builder_version: str
+    dtype: str
+    engine_path: str
+    engine_bytes: int
+    build_s: float
+    graph_path: str
+    graph_sha256: str
+    profiles: dict[str, ShapeRange]
+    plan: PlanReport
+    faults: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True) + "\n"
+
+
+def build_engine(
+    bundle: str | Path,
+    target: str = "tensorrt-rtx",
+    sm: Sequence[int] | None = None,
+    *,
+    progress: Progress | None = None,
+) -> list[BuildReport]:
+    """Build an engine from every graph that `bundle` holds for `target`, for every compute capability in `sm`.
+
+    sm: 10 x major + minor; default 89 for "tensorrt-rtx", which needs no GPU, and the GPU that is present for "tensorrt".
+    progress: called with (phase, steps done, steps in all) while building; an exception from it cancels the build.
+    Each finished engine is in the manifest before the next is begun. An older one for the same graph, target and sm is replaced.
+
+    Raises UnsupportedError (target, sm), DependencyError (package, driver), BundleError (missing or damaged files, no graph for the
+    target), BuildError (graph refused, or a plan that copies a cache; see PlanReport.faults).
+    """
+    folder = Path(bundle)
+    trt = load_tensorrt(target)
+    manifest = Manifest.read(folder)
+    graphs = [graph for graph in manifest.graphs if graph.target == target] or [manifest.graph("decode", target)]
+    sms = tuple(sm) if sm is not None else ((89,) if target == "tensorrt-rtx" else (present_sm(),))
+    if not sms:
+        raise UnsupportedError("sm: no compute capability named; name at least one, as 10 x major + minor (89 for 8.9)")
+    for one in sms:
+        check_sm(trt, target, one)
+    checked: dict[str, str] = {}
+    for graph in graphs:
+        _check_files(folder, manifest, graph, checked)
+    return [_build_one(folder, trt, graph, one, progress) for graph in graphs for one in sms]
+
+
+def _build_one(folder: Path, trt: ModuleType, graph: Graph, sm: int, progress: Progress | None) -> BuildReport:
+    manifest = Manifest.read(folder)
+    header = onnx.load(folder / graph.path, load_external_data=False).graph
+    profiles = _profiles(header, graph)
+    states = _bound_states(header, graph, manifest.states)
+    stem = f"{graph.target}-{trt.__version__}-sm{sm}-{graph.role}"
+    engine_path, report_path = f"{ENGINES_FOLDER}/{stem}.engine", f"{ENGINES_FOLDER}/{stem}.json"
+    failed_path = folder / ENGINES_FOLDER / f"{stem}.failed.json"
+
+    def named(phase: str, done: int, steps: int) -> None:
+        assert progress is not None
+        progress(f"{graph.role} sm{sm}: {phase}", done, steps)
+
+    compiled = compile_engine(trt, graph.target, folder / graph.path, sm, profiles, named if progress is not None else None)
+    plan = read_plan(compiled.plan_text, states, graph.tokens)
+    report = BuildReport(
+        role=graph.role,
+        target=graph.target,
+        sm=sm,
+        builder_version=trt.__version__,
+        dtype=manifest.dtype,
+        engine_path=engine_path,
+        engine_bytes=compiled.engine.nbytes,
+        build_s=round(compiled.build_s, 3),
+        graph_path=graph.path,
+        graph_sha256=manifest.file(graph.path).sha256,
+        profiles=profiles,
+        plan=plan,
+        faults=plan.faults(),
+        warnings=plan.warnings(),
+    )
+    (folder / ENGINES_FOLDER).mkdir(exist_ok=True)
+    if report.faults:
+        _write(failed_path, report.to_json().encode())
+        more = f" (and {len(report.faults) - 1} more)" if len(report.faults) > 1 else ""
+        raise BuildError(
+            f"{graph.path} for {graph.target} sm={sm}: the engine would copy or miss a cache: {report.faults[0]}{more}; "
+            f"all of them are in {ENGINES_FOLDER}/{failed_path.name}; export again for target {graph.target!r}"
+        )
+    _forget(folder, report)
+    _write(folder / engine_path, compiled.engine)
+    _write(folder / report_path, report.to_json().encode())
+    failed_path.unlink(missing_ok=True)
+    _record(folder, report, report_path)
+    return report
+
+
+def _check_files(folder: Path, manifest: Manifest, graph: Graph, checked: dict[str, str]) -> None:
+    """The graph and the weights it names must be what the manifest says. `checked` remembers hashes of files that graphs share."""
+    _check_file(folder, manifest.file(graph.path), checked)
+    base = Path(graph.path).parent
+    for tensor in onnx.load(folder / graph.path, load_external_data=False).graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                _check_file(folder, manifest.file((base / entry.value).as_posix()), checked)
+
+
+def _check_file(folder: Path, file: File, checked: dict[str, str]) -> None:
+    if file.path in checked:
+        return
+    path = folder / file.path
+    if not path.is_file():
+        raise BundleError(f"{file.path}: is in {MANIFEST_NAME} but not in the bundle; export again")
+    checked[file.path] = _sha256(path)
+    if checked[file.path] != file.sha256:
+        raise BundleError(
+            f"{file.path}: has sha256 {checked[file.path][:12]}... and {path.stat().st_size} bytes, {MANIFEST_NAME} says "
+            f"{file.sha256[:12]}... and {file.bytes} bytes; the file was changed after the export, export again"
+        )
+
+
+def _profiles(header: onnx.GraphProto, graph: Graph) -> dict[str, ShapeRange]:
+    """Ranges of the inputs with dynamic axes: T tokens of a chunk, tuned for a full one; N rows of logits, tuned for one."""
+    ranges = {"T": (1, graph.tokens, graph.tokens), "N": (1, 1, graph.tokens)}
+    profiles: dict[str, ShapeRange] = {}
+    for tensor in header.input:
+        dims = tensor.type.tensor_type.shape.dim
+        if all(dim.HasField("dim_value") for dim in dims):
+            continue
+        for dim in dims:
+            if not dim.HasField("dim_value") and dim.dim_param not in ranges:
+                raise UnsupportedError(
+                    f"{graph.path}: input {tensor.name!r} has the dynamic axis {dim.dim_param!r}; engines know T (tokens) and N "
+                    "(rows of logits), every other size must be fixed when exporting"
+                )
+        smallest, best, largest = (
+            tuple(dim.dim_value if dim.HasField("dim_value") else ranges[dim.dim_param][which] for dim in dims) for which in range(3)
+        )
+        profiles[tensor.name] = (smallest, best, largest)
+    return profiles
+
+
+def _bound_states(header: onnx.GraphProto, graph: Graph, states: tuple[StateTensor, ...]) -> tuple[StateTensor, ...]:
+    """The states with the shapes of this graph's inputs: a prefill graph binds one row of a batch."""
+    inputs = {tensor.name: tuple(dim.dim_value for dim in tensor.type.tensor_type.shape.dim) for tensor in header.input}
+    outputs = {tensor.name for tensor in header.output}
+    for state in states:
+        for name, names in ((state.name, set(inputs)), (state.updated, outputs)):
+            if name not in names:
+                raise BundleError(f"{graph.path}: has no tensor {name!r}, {MANIFEST_NAME} lists it as a state; export again")
+    return tuple(dataclasses.replace(state, shape=inputs[state.name]) for state in states)
+
+
+def _forget(folder: Path, report: BuildReport) -> None:
+    """Take an older engine for the same role, target and sm out of the bundle.
+
+    First the manifest, then the files: a build that is killed half-way leaves a bundle without this engine, never one with a wrong hash.
+    """
+    manifest = Manifest.read(folder)
+    old = [engine for engine in manifest.engines if (engine.role, engine.target, engine.sm) == (report.role, report.target, report.sm)]
+    if not old:
+        return
+    gone = {path for engine in old for path in (engine.path, engine.report)}
+    manifest = dataclasses.replace(
+        manifest,
+        engines=tuple(engine for engine in manifest.engines if engine not in old),
+        files=tuple(file for file in manifest.files if file.path not in gone),
+    )
+    _write(folder / MANIFEST_NAME, manifest.to_json().encode())
+    for path in gone:
+        (folder / path).unlink(missing_ok=True)
+
+
+def _record(folder: Path, report: BuildReport, report_path: str) -> None:
+    """Put a finished engine and its report into the manifest."""
+    manifest = Manifest.read(folder)
+    engine = Engine(
+        role=report.role,
+        target=report.target,
+        sm=report.sm,
+        path=report.engine_path,
+        builder_version=report.builder_version,
+        graph_path=report.graph_path,
+        graph_sha256=report.graph_sha256,
+        report=report_path,
+    )
+    files = tuple(File(path, (folder / path).stat().st_size, _sha256(folder / path)) for path in (engine.path, engine.report))
+    manifest = dataclasses.replace(manifest, engines=(*manifest.engines, engine), files=(*manifest.files, *files))
+    _write(folder / MANIFEST_NAME, manifest.to_json().encode())
+
+
+def _write(path: Path, content: bytes | memoryview) -> None:
+    """All of it or nothing, also after a power cut: written beside, synced, then renamed."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        _sync_folder(path.parent)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,41 @@
+"""Records the plans that test_plan.py reads: run it from the folder above `tests` after changing a hand graph.
+
+    python -m tests.exporter.data.make_plans
+
+Keeps the list of kernels and the memory lines of the builder's log, word for word, and nothing else.
+"""
+
+import tempfile
+from pathlib import Path
+
+from sinkring.exporter.engine_builder import compile_engine, load_tensorrt
+
+from tests.exporter.hand_bundle import CHUNK, ring_graph, write_bundle
+
+PLANS = {
+    "good_decode": {"layers": 2},
+    "scale_one": {"scale": 1.0},
+    "where_write": {"write": "where"},
+    "scatter_nd_write": {"write": "scatter_nd"},
+    "shift_write": {"write": "shift"},
+    "folded_decode": {"attend": "folded"},
+    "expanded_prefill": {"tokens": CHUNK},
+    "folded_prefill": {"tokens": CHUNK, "attend": "folded"},
+    "scale_one_prefill": {"tokens": CHUNK, "attend": "folded", "scale": 1.0},
+}
+PREFILL_PROFILES = {"tokens": ((1, 1), (1, CHUNK), (1, CHUNK)), "rows": ((1,), (1,), (CHUNK,))}
+
+
+def record_plans(folder: Path) -> None:
+    trt = load_tensorrt("tensorrt-rtx")
+    for name, options in PLANS.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            bundle = write_bundle(Path(scratch), {"decode": ring_graph(**options)}, layers=options.get("layers", 1))
+            profiles = PREFILL_PROFILES if "tokens" in options else {}
+            log = compile_engine(trt, "tensorrt-rtx", bundle / "decode.onnx", 89, profiles).log
+        kept = [line for line in log.splitlines() if ", LayerType: " in line or " Memory: " in line]
+        (folder / f"{name}.plan.txt").write_text("\n".join(kept) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    record_plans(Path(__file__).parent)
