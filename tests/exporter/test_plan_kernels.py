@@ -13,7 +13,8 @@ LINE = (
     "Inputs: [ { Name: cache.0.k.updated, Dimensions: [1,2,32,16], Strides: [1024,512,16,1], StrideOrder: [3,2,1,0], Datatype: Float, "
     "Format: (Linear) Row major linear format }, { Name: one, Dimensions: [], Datatype: Int64, Format: x }], "
     "Constants: [ { Name: table, Dimensions: [1], Datatype: Float, Format: x }], "
-    "Outputs: [ { Name: rows, Dimensions: [1,-1,16], Datatype: Half, Format: x }, { Name: mask, Dimensions: [4], Datatype: Bool, Format: x }], "
+    "Outputs: [ { Name: rows, Dimensions: [1,-1,16], Datatype: Half, Format: x }, "
+    "{ Name: mask, Dimensions: [4], Datatype: Bool, Format: x }], "
     "TacticName: t, StreamId: 0, Metadata: [ONNX Layer: node_a][ONNX Layer: node b/c]"
 )
 
