@@ -87,7 +87,7 @@ class TextCodec:
     def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """The text of a conversation by the bundle's template; messages are {"role": ..., "content": ...}.
 
-        Any BOS is the template's own: encode the text with add_bos=False.
+        Any BOS is the template's own: encode the text with add_bos=False. Its `eos_token` is the first stop token.
         Raises InputError for a bundle without a template and for messages that the template refuses, BundleError for a template that cannot
         be read, DependencyError without jinja2.
         """

@@ -128,6 +128,27 @@ def test_each_draw_inverts_the_cumulative_distribution() -> None:
         assert (cumulative[token - 1] if token else 0) - 1e-6 <= target <= cumulative[token] + 1e-6
 
 
+@pytest.mark.parametrize("vocab", [1, 64, 65, 128, 1000, 1024])
+@pytest.mark.parametrize("top_p", [0.5, 0.25, 0.375, 1 - 2**-20])
+def test_the_nucleus_of_equals_is_exact(vocab: int, top_p: float) -> None:
+    """Weights of 1 and p in powers of two: no rounding blurs where the nucleus ends."""
+    got = Sampler(SamplingOptions(1.0, top_p=top_p), vocab).probabilities(np.zeros(vocab, np.float32))
+    assert np.flatnonzero(got).tolist() == list(range(math.ceil(top_p * vocab)))
+
+
+@pytest.mark.parametrize(("uniform", "token"), [(0.0, 140), (1 - 2**-53, 289)])
+def test_the_ends_of_the_draw_are_tokens_that_were_kept(uniform: float, token: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fixed:
+        def random(self) -> float:
+            return uniform
+
+    logits = np.full(300, -50, np.float32)
+    logits[140:290] = 1
+    sampler = Sampler(SamplingOptions(1.0, min_p=0.5), 300)
+    monkeypatch.setattr(sampler, "_generator", Fixed())
+    assert sampler.sample(logits) == token
+
+
 def test_greedy_takes_the_first_of_equals_and_draws_nothing() -> None:
     sampler = Sampler(SamplingOptions(), 5)
     before = sampler.state()

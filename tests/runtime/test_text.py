@@ -360,3 +360,34 @@ def test_a_template_that_alters_earlier_messages_is_refused_for_later_turns(open
     assert len(codec.chat_turn("hi", first=True))
     with pytest.raises(UnsupportedError, match="drops or alters earlier messages"):
         codec.chat_turn("hi", first=False)
+
+
+@pytest.mark.real_weights
+def test_smollm2_reads_and_writes_as_transformers_does(tmp_path: Path) -> None:
+    from sinkring.models.fetch import KNOWN_WEIGHTS, fetch_weights
+    from sinkring.models.tokenizer import read_tokenizer
+    from transformers import AutoTokenizer
+
+    weights = fetch_weights(KNOWN_WEIGHTS["smollm2"])
+    oracle = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name, local_files_only=True)
+    data = read_tokenizer(weights)
+    assert data is not None
+    assert data.chat_template is not None
+    (tmp_path / "tokenizer.json").write_text(data.json, encoding="utf-8")
+    (tmp_path / "chat_template.jinja").write_text(data.chat_template, encoding="utf-8")
+    codec = TextCodec.open(tmp_path, Tokenizer("tokenizer.json", "chat_template.jinja", data.bos_id, data.stop_ids))
+
+    text = " ".join(CORPUS)
+    ids = codec.encode(text, add_bos=False)
+    assert ids.tolist() == oracle.encode(text, add_special_tokens=False)
+    assert "".join(increments(codec, ids)) == text
+
+    messages = [{"role": "user", "content": "Hi 😀"}, {"role": "assistant", "content": "你好!"}, {"role": "user", "content": "  and\nnow?"}]
+    whole = oracle.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert codec.render_chat(messages) == whole
+    turns = [
+        codec.chat_turn(messages[0]["content"], first=True),
+        codec.encode(messages[1]["content"], add_bos=False),
+        codec.chat_turn(messages[2]["content"], first=False),
+    ]
+    assert [int(id) for turn in turns for id in turn] == oracle.encode(whole, add_special_tokens=False)
