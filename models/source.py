@@ -15,9 +15,10 @@ from typing import Any, Literal
 import torch
 from sinkring.models.errors import ModelError, SourceError, UnsupportedModel
 from sinkring.models.fetch import KNOWN_WEIGHTS, fetch_weights, file_sha256
+from sinkring.models.gguf_file import inspect_gguf
 from sinkring.models.quiet import quiet_transformers
 from sinkring.models.tokenizer import read_tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, __version__
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 SAFETENSORS = "model.safetensors"
@@ -89,10 +90,12 @@ def load_model(source: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     """
     found = resolve_source(source)
     with quiet_transformers():
+        with _reading(found):
+            with_tokenizer = found.kind == "folder" or inspect_gguf(found.path).has_tokenizer
         config = _read_config(found)
         model = _read_weights(found, config, dtype)
         with _reading(found):
-            tokenizer = read_tokenizer(found.path)
+            tokenizer = read_tokenizer(found.path) if with_tokenizer else None
     generation = getattr(model, "generation_config", None)
     stops = set(tokenizer.stop_ids) if tokenizer else set()
     for eos in (config.eos_token_id, getattr(generation, "eos_token_id", None)):
@@ -153,15 +156,22 @@ def _reading(source: Source) -> Iterator[None]:
         yield
     except ModelError:
         raise
+    except ImportError as error:
+        raise SourceError(f"{source.path}: a package to read it with is missing ({error}); pip install 'sinkring[export]'") from error
     except Exception as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        said = " ".join(str(error).split()) or type(error).__name__
         raise SourceError(f"{source.path}: cannot be read ({said}); copy it again, or give a model that transformers reads") from error
 
 
 def _read_config(source: Source) -> PreTrainedConfig:
     with _reading(source):
-        if source.kind == "gguf":
-            _check_gguf(source.path)
+        if source.kind == "folder":
+            architecture = PreTrainedConfig.get_config_dict(source.path, local_files_only=True)[0].get("model_type")
+            if architecture not in CONFIG_MAPPING:
+                raise UnsupportedModel(
+                    f"{source.path}: architecture {architecture!r} is unknown to transformers {__version__}, and code that comes with a model "
+                    "is never run; give a model of a known architecture, or install a transformers that knows it"
+                )
         config = AutoConfig.from_pretrained(**_where(source), local_files_only=True, trust_remote_code=False)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModel(
@@ -171,29 +181,6 @@ def _read_config(source: Source) -> PreTrainedConfig:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise UnsupportedModel(f"{source.path}: weights are quantized ({method}); give the unquantized model, or a .gguf file of it")
     return config
-
-
-def _check_gguf(path: Path) -> None:
-    """Refuse what transformers passes over without a word in a GGUF file."""
-    from gguf import GGUFReader  # Only GGUF sources need that package.
-
-    reader = GGUFReader(path)  # Also lays out every tensor, so a file that was cut short fails here.
-    architecture = str(reader.fields["general.architecture"].contents())
-    split = reader.fields.get("split.count")
-    if split is not None and int(split.contents()) > 1:
-        raise SourceError(f"{path}: is one of {int(split.contents())} parts of a model; join them with `llama-gguf-split --merge`")
-    # gpt-oss is the one architecture whose scaling transformers takes over.
-    scaling = reader.fields.get(f"{architecture}.rope.scaling.type")
-    if scaling is not None and scaling.contents() != "none" and architecture != "gpt-oss":
-        raise UnsupportedModel(
-            f"{path}: rope scaling {scaling.contents()!r} is lost when transformers reads a GGUF of {architecture}; "
-            "give the model's safetensors folder"
-        )
-    if any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
-        raise UnsupportedModel(
-            f"{path}: scaled rotary frequencies (rope_freqs.weight) are lost when transformers reads a GGUF; "
-            "give the model's safetensors folder"
-        )
 
 
 def _read_weights(source: Source, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -206,12 +193,14 @@ def _read_weights(source: Source, config: PreTrainedConfig, dtype: torch.dtype) 
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=source.kind == "folder",
+            # Only so that they are listed below, with both shapes, rather than in a table that is printed.
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
     model: PreTrainedModel = loaded[0]
     # transformers fills missing weights with random numbers and drops unexpected ones, with no more than a warning.
     for fault in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
-        if faulty := sorted(str(key) for key in loaded[1].get(fault) or ()):
+        if faulty := sorted(_describe(key) for key in loaded[1].get(fault) or ()):
             raise SourceError(
                 f"{source.path}: weights and config disagree, {fault.replace('_', ' ')}: {len(faulty)}, first {faulty[0]}; "
                 "copy the source again, or give one that is complete"
@@ -221,3 +210,11 @@ def _read_weights(source: Source, config: PreTrainedConfig, dtype: torch.dtype) 
         loaded[0].hf_quantizer.remove_quantization_config(model)
         model.config._is_quantized = False
     return model
+
+
+def _describe(fault: str | tuple[str, torch.Size, torch.Size]) -> str:
+    """A weight's name, or for a mismatch (name, shape in the file, shape by the config)."""
+    if isinstance(fault, str):
+        return fault
+    name, in_file, by_config = fault
+    return f"{name} (shape {tuple(in_file)} in the file, {tuple(by_config)} by the config)"
