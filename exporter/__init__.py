@@ -1,0 +1,23 @@
+"""sinkring.exporter: a trained decoder -> a bundle, an engine, a proof. Names are loaded when first used, so that this import stays light."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sinkring.exporter.build import build_engine
+    from sinkring.exporter.export import export_decoder
+    from sinkring.exporter.validate import validate_bundle
+
+_HOMES = {
+    "export_decoder": "sinkring.exporter.export",
+    "build_engine": "sinkring.exporter.build",
+    "validate_bundle": "sinkring.exporter.validate",
+}
+
+__all__ = ["build_engine", "export_decoder", "validate_bundle"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

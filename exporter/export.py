@@ -1,0 +1,183 @@
+"""export_decoder: a trained decoder -> a bundle folder."""
+
+import platform
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import get_args
+
+import onnx_ir as ir
+
+from sinkring.exporter.angles import POSITION_LIMIT
+from sinkring.exporter.bundle_writer import describe_file, new_bundle, replace_text
+from sinkring.exporter.frontend import ring_names, trace_step, updated_name, write_index_name
+from sinkring.exporter.lower import lower_for, simplify
+from sinkring.exporter.targets import TARGETS, Target, find_target
+from sinkring.exporter.weights import WeightsFile
+from sinkring.models.errors import ModelError
+from sinkring.models.registry import DecoderShape, decoder_shape, find_family
+from sinkring.models.source import LoadedModel, load_model
+from sinkring.runtime.errors import BundleError, GeometryError, InputError, UnsupportedError
+from sinkring.runtime.manifest import MANIFEST_NAME, Graph, Manifest, ModelInfo, Policy, Ring, Role, StateTensor, Tokenizer
+from sinkring.runtime.ring import RingGeometry
+
+WEIGHTS_NAME = "weights.bin"
+TOKENIZER_NAME = "tokenizer.json"
+CHAT_TEMPLATE_NAME = "chat_template.jinja"
+DTYPES = {"fp32": "float32"}
+# TensorRT pads a cache whose slots are no multiple of this, at the price of a copy of it per layer and chunk.
+CAPACITY_MULTIPLE = 8
+
+Progress = Callable[[str], None]
+
+
+def export_decoder(
+    model: str | Path,
+    out: str | Path,
+    *,
+    policy: Policy = "streaming",
+    sinks: int = 4,
+    window: int = 256,
+    chunk: int = 64,
+    batch: int = 1,
+    slack: int = 0,
+    dtype: str = "fp32",
+    targets: Iterable[str] = tuple(TARGETS),
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Export `model` (a Hugging Face folder, a .gguf file, or a known name such as "smollm2") to the bundle folder `out`.
+
+    policy: "streaming" (StreamingLLM positions) or "native" (the positions the model was trained with).
+    sinks (S), window (W, the current token included), chunk (longest prefill call), slack (tokens that can be rolled back): tokens.
+    batch (B): rows of the decode graph. dtype: "fp32". targets: which runtimes get graphs.
+    progress is called with a line at the start of each stage.
+
+    The bundle appears whole or not at all. Returns its manifest.
+    Raises GeometryError, InputError, UnsupportedError, BundleError.
+    """
+    out = Path(out)
+    say = progress or (lambda _: None)
+    geometry = _check_numbers(policy, sinks, window, chunk, batch, slack, dtype)
+    chosen = [find_target(name) for name in targets]
+    if (out / MANIFEST_NAME).exists() and not overwrite:
+        raise BundleError(f"{out}: is already a bundle; give another --out, or --overwrite to replace it and the engines in it")
+    say(f"loading {model}")
+    try:
+        loaded = load_model(str(model))
+        family = find_family(loaded.config)
+    except ModelError as error:
+        raise UnsupportedError(str(error)) from None
+    shape = decoder_shape(loaded.config)
+    _check_context(shape, sinks, window)
+    try:
+        with new_bundle(out) as part:
+            graphs: list[Graph] = []
+            roles: tuple[Role, ...] = ("decode", "prefill")
+            with WeightsFile(part / WEIGHTS_NAME) as weights:
+                for role in roles:
+                    say(f"tracing {role}")
+                    traced = trace_step(loaded.model, family, shape, geometry, role=role, policy=policy, batch=batch, chunk=chunk)
+                    tokens = 1 if role == "decode" else chunk
+                    graphs += _save_graphs(part, weights, simplify(traced), role, tokens, chosen)
+            say("writing the manifest")
+            manifest = _manifest(part, loaded, shape, geometry, policy, batch, chunk, graphs)
+            replace_text(part / MANIFEST_NAME, manifest.to_json())
+    except OSError as error:
+        raise BundleError(f"{out}: could not be written ({error.strerror}: {error.filename or out}); nothing was left there") from error
+    return manifest
+
+
+def _check_numbers(policy: str, sinks: int, window: int, chunk: int, batch: int, slack: int, dtype: str) -> RingGeometry:
+    if policy not in get_args(Policy):
+        raise InputError(f"policy {policy!r} is not known; use one of {', '.join(get_args(Policy))}")
+    if dtype not in DTYPES:
+        raise UnsupportedError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}")
+    if batch < 1:
+        raise GeometryError(f"batch={batch}: must be 1 or more rows")
+    return RingGeometry.for_chunk(sinks, window, chunk, slack, capacity_multiple=CAPACITY_MULTIPLE)
+
+
+def _check_context(shape: DecoderShape, sinks: int, window: int) -> None:
+    if sinks + window > shape.context_tokens:
+        raise GeometryError(
+            f"sinks={sinks} and window={window} are {sinks + window} tokens, the model was trained for a context of {shape.context_tokens}: "
+            f"use a window of at most {max(shape.context_tokens - sinks, 1)}"
+        )
+
+
+def _save_graphs(part: Path, weights: WeightsFile, simplified: ir.Model, role: Role, tokens: int, targets: list[Target]) -> list[Graph]:
+    """One file per form; targets that take the same form share it."""
+    files: dict[type, str] = {}
+    graphs = []
+    for target in targets:
+        form = target.attention[role]
+        if form not in files:
+            files[form] = f"{role}.{form.FORM}.onnx"
+            weights.save_graph(lower_for(target, role, simplified), part / files[form])
+        graphs.append(Graph(role=role, target=target.name, path=files[form], tokens=tokens))
+    return graphs
+
+
+def _manifest(
+    part: Path, loaded: LoadedModel, shape: DecoderShape, geometry: RingGeometry, policy: Policy, batch: int, chunk: int, graphs: list[Graph]
+) -> Manifest:
+    tokenizer = _write_tokenizer(part, loaded)
+    paths = sorted(path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file())
+    return Manifest(
+        model=ModelInfo(
+            architecture=loaded.architecture,
+            source=loaded.source,
+            source_sha256=loaded.source_sha256,
+            layers=shape.layers,
+            hidden_size=shape.hidden_size,
+            query_heads=shape.query_heads,
+            kv_heads=shape.kv_heads,
+            head_size=shape.head_size,
+            vocab_size=shape.vocab_size,
+            trained_context_tokens=shape.context_tokens,
+            weight_bytes=(part / WEIGHTS_NAME).stat().st_size,
+        ),
+        policy=policy,
+        batch=batch,
+        chunk=chunk,
+        dtype="float32",
+        position_limit=POSITION_LIMIT,
+        rings=(Ring(write_index=write_index_name(0), geometry=geometry, layers=tuple(range(shape.layers))),),
+        states=tuple(
+            StateTensor(
+                name=name,
+                updated=updated_name(name),
+                kind="ring",
+                shape=(batch, shape.kv_heads, geometry.capacity, shape.head_size),
+                dtype="float32",
+                batch_axis=0,
+                initial=0.0,
+                ring=0,
+                layer=layer,
+            )
+            for layer in range(shape.layers)
+            for name in ring_names(layer)
+        ),
+        graphs=tuple(graphs),
+        files=tuple(describe_file(part, path) for path in paths),
+        made_with={
+            "python": platform.python_version(),
+            **{package: version(package) for package in ("sinkring", "torch", "transformers", "onnx", "onnx-ir", "onnxscript")},
+        },
+        tokenizer=tokenizer,
+    )
+
+
+def _write_tokenizer(part: Path, loaded: LoadedModel) -> Tokenizer | None:
+    if loaded.tokenizer_json is None:
+        return None
+    (part / TOKENIZER_NAME).write_text(loaded.tokenizer_json, encoding="utf-8")
+    if loaded.chat_template is not None:
+        (part / CHAT_TEMPLATE_NAME).write_text(loaded.chat_template, encoding="utf-8")
+    return Tokenizer(
+        tokenizer=TOKENIZER_NAME,
+        chat_template=None if loaded.chat_template is None else CHAT_TEMPLATE_NAME,
+        bos_id=loaded.bos_id,
+        stop_ids=loaded.stop_ids,
+    )

@@ -1,0 +1,40 @@
+"""The order of the passes from a traced step graph to the graph of one target."""
+
+import onnx_ir as ir
+import onnx_ir.passes.common as common
+from onnxscript import optimizer
+from onnxscript.rewriter import RewritePass
+from onnxscript.rewriter.rules.fusion import _rms_normalization as rms
+
+from sinkring.exporter.passes.transpose_weights import StoreWeightsTransposed
+from sinkring.exporter.targets import Target
+from sinkring.runtime.manifest import Role
+
+# Constants up to this many bytes are folded; weights are larger and are never touched.
+FOLD_LIMIT_BYTES = 1 << 14
+
+
+def simplify(model: ir.Model) -> ir.Model:
+    """Target-independent clean-up of a traced graph: transposed weights stored so, shapes and constants folded, norms as one node."""
+    StoreWeightsTransposed()(model)
+    optimizer.optimize_ir(model, input_size_limit=FOLD_LIMIT_BYTES, output_size_limit=FOLD_LIMIT_BYTES)
+    RewritePass(rms.rms_normalization_rules)(model)
+    ir.passes.Sequential(
+        common.CommonSubexpressionEliminationPass(),
+        common.RemoveUnusedNodesPass(),
+        common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
+        common.DeduplicateInitializersPass(),
+        # The tracer records the source line of every node, with the paths of the machine it ran on.
+        common.ClearMetadataAndDocStringPass(),
+    )(model)
+    return model
+
+
+def lower_for(target: Target, role: Role, simplified: ir.Model) -> ir.Model:
+    """A copy of `simplified` (weights shared with it) in the form that `target` runs best."""
+    model = simplified.clone()
+    model.opset_imports[""] = target.opset
+    model.ir_version = target.ir_version
+    ir.passes.Sequential(target.attention[role](), common.RemoveUnusedNodesPass(), common.NameFixPass(), common.TopologicalSortPass())(model)
+    model.producer_name = "sinkring"
+    return model

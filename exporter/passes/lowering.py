@@ -1,0 +1,130 @@
+"""What all lowerings of RingAttention share: reading the node, the ring writes, the mask (made once per graph), the sink scores."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from sinkring.exporter.node import DOMAIN, OP_TYPE, RingAttentionAttributes
+from sinkring.exporter.passes.insertion import Insertion, replace_value
+from sinkring.exporter.passes.ring_mask import write_additive, write_validity
+
+
+@dataclass
+class RingNode:
+    """One RingAttention node and the sizes that its shapes state (T may be a symbolic dimension)."""
+
+    node: ir.Node
+    attributes: RingAttentionAttributes
+    batch: int
+    heads: int
+    groups: int
+    head_size: int
+    tokens: int | None
+
+    @classmethod
+    def read(cls, node: ir.Node) -> "RingNode":
+        """Raises PreconditionError for a node whose shapes are not those of the contract."""
+        values = {name: attribute.value for name, attribute in node.attributes.items()}
+        attributes = RingAttentionAttributes(
+            sinks=values["sinks"],
+            window=values["window"],
+            slots=values["slots"],
+            scale=values["scale"],
+            policy=values["policy"],
+            interleaved=bool(values["interleaved"]),
+        )
+        query, ring = node.inputs[0], node.inputs[3]
+        assert query is not None and ring is not None
+        if query.shape is None or ring.shape is None or ring.shape[2] != attributes.capacity:
+            raise ir.passes.PreconditionError(f"{node.name}: ring shape {ring.shape} does not hold C={attributes.capacity} slots")
+        if attributes.policy == "streaming" and len(node.inputs) < 9:
+            raise ir.passes.PreconditionError(f"{node.name}: the streaming policy needs shift_cos and shift_sin")
+        tokens = query.shape[2]
+        return cls(
+            node=node,
+            attributes=attributes,
+            batch=int(ring.shape[0]),  # type: ignore[arg-type]
+            heads=int(query.shape[1]),  # type: ignore[arg-type]
+            groups=int(ring.shape[1]),  # type: ignore[arg-type]
+            head_size=int(query.shape[3]),  # type: ignore[arg-type]
+            tokens=tokens if isinstance(tokens, int) else None,
+        )
+
+    def input(self, index: int) -> ir.Value:
+        value = self.node.inputs[index]
+        assert value is not None
+        return value
+
+
+def ring_nodes(model: ir.Model) -> list[RingNode]:
+    return [RingNode.read(node) for node in model.graph if (node.domain, node.op_type) == (DOMAIN, OP_TYPE)]
+
+
+@dataclass
+class Lowering:
+    """Carries what is computed once and used by every layer: the masks per geometry."""
+
+    graph: ir.Graph
+    masks: dict[tuple[int, int, int, bool], ir.Value] = field(default_factory=dict)
+
+    def mask(self, into: Insertion, ring: RingNode, additive: bool) -> ir.Value:
+        """[B,1,T,C], bool or additive."""
+        a = ring.attributes
+        key = (a.sinks, a.window, a.slots, additive)
+        if key not in self.masks:
+            tokens: ir.Value | int
+            if ring.tokens is None:
+                shape = into.op("Shape", ring.input(0), start=2, end=3)
+                tokens = into.op("Squeeze", shape)
+            else:
+                tokens = ring.tokens
+            validity = write_validity(into, a, ring.input(5), ring.input(6), tokens)
+            self.masks[key] = write_additive(into, validity) if additive else validity
+        return self.masks[key]
+
+
+def write_rings(into: Insertion, ring: RingNode) -> tuple[ir.Value, ir.Value]:
+    """Store the new rows: the updated key and value rings. The scatter must stay the only reader of the old ring."""
+    updated = []
+    for new, old in ((1, 3), (2, 4)):
+        value = into.op("TensorScatter", ring.input(old), ring.input(new), ring.input(6), axis=-2, mode="linear")
+        value.shape, value.type = ring.input(old).shape, ring.input(old).type
+        updated.append(value)
+    return updated[0], updated[1]
+
+
+def turn_back(into: Insertion, ring: RingNode) -> ir.Value:
+    """[B,H,T,D]: the query as it meets the sinks."""
+    return into.op(
+        "RotaryEmbedding", ring.input(0), ring.input(7), ring.input(8), interleaved=int(ring.attributes.interleaved), **rotary_dim(ring)
+    )
+
+
+def rotary_dim(ring: RingNode) -> dict[str, int]:
+    cos = ring.input(7)
+    rotary = 2 * int(cos.shape[-1]) if cos.shape is not None else ring.head_size  # type: ignore[arg-type]
+    return {} if rotary == ring.head_size else {"rotary_embedding_dim": rotary}
+
+
+def sink_keys(into: Insertion, ring: RingNode, keys: ir.Value) -> ir.Value:
+    """[B,G,D,S]: the sinks' keys out of the updated ring, as the right side of a product."""
+    sinks = into.op("Slice", keys, into.ints(0), into.ints(ring.attributes.sinks), into.ints(2))
+    return into.op("Transpose", sinks, perm=[0, 1, 3, 2])
+
+
+def fold_groups(into: Insertion, ring: RingNode, value: ir.Value) -> ir.Value:
+    """[B,H,T,D] -> [B,G,(H/G)*T,D]: the query heads that share a KV head become rows of one matrix."""
+    return into.op("Reshape", value, into.ints(ring.batch, ring.groups, -1, ring.head_size))
+
+
+def finish(into: Insertion, ring: RingNode, attended: ir.Value, keys: ir.Value, values: ir.Value) -> None:
+    """Put the new nodes in the old one's place."""
+    into.commit()
+    for old, new in zip(ring.node.outputs, (attended, keys, values), strict=True):
+        replace_value(old, new)
+    into.graph.remove(ring.node, safe=True)
+
+
+def float_constant(into: Insertion, name: str, number: float) -> ir.Value:
+    return into.constant(name, np.array(number, np.float32))

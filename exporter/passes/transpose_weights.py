@@ -1,0 +1,39 @@
+"""Transpose(weight) -> the weight stored transposed, so that no runtime folds a second copy of it into memory when it loads.
+
+The new tensor is lazy: the transposed bytes exist only while they are written.
+"""
+
+import onnx_ir as ir
+
+
+class StoreWeightsTransposed(ir.passes.InPlacePass):
+    """A weight that is also read untransposed (a tied embedding) is left alone: storing it twice would cost more than it saves."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph, modified = model.graph, False
+        for node in list(graph):
+            if node.op_type != "Transpose" or node.inputs[0] is None or not node.inputs[0].is_initializer():
+                continue
+            weight = node.inputs[0]
+            assert weight.const_value is not None and weight.shape is not None
+            if len(weight.shape) != 2 or any(user.op_type != "Transpose" for user, _ in weight.uses()):
+                continue
+            stored = _transposed(weight)
+            if stored.name not in graph.initializers:
+                graph.register_initializer(stored)
+            ir.convenience.replace_all_uses_with(node.outputs[0], graph.initializers[stored.name or ""])
+            graph.remove(node, safe=True)
+            modified = True
+        for name in [name for name, value in graph.initializers.items() if not value.uses() and not value.is_graph_output()]:
+            del graph.initializers[name]
+        return ir.passes.PassResult(model, modified=modified)
+
+
+def _transposed(weight: ir.Value) -> ir.Value:
+    source = weight.const_value
+    assert source is not None
+    rows, columns = source.shape[0], source.shape[1]
+    name = f"{weight.name}.transposed"
+    shape = ir.Shape((columns, rows))
+    tensor = ir.LazyTensor(lambda: ir.tensor(source.numpy().T.copy(), name=name), dtype=source.dtype, shape=shape, name=name)
+    return ir.Value(name=name, shape=shape, type=ir.TensorType(source.dtype), const_value=tensor)

@@ -1,0 +1,11 @@
+"""Llama 2, Llama 3, SmolLM2 and every other checkpoint of `model_type: llama`."""
+
+from sinkring.models.registry import Family
+
+LLAMA = Family(
+    name="llama",
+    examples="Llama 2 and 3, SmolLM2, TinyLlama",
+    rope_types=("default", "linear", "llama3", "yarn"),
+    rotary="model.rotary_emb",
+    layers="model.layers",
+)

@@ -1,0 +1,75 @@
+"""Families sinkring can export: a lookup from a configuration's `model_type` to what is special about it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from sinkring.models.errors import UnsupportedModel
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one architecture is read.
+
+    rotary, layers: attribute paths, from the causal LM, of the module that makes cos and sin and of the list of decoder layers.
+    rope_types: kinds of rotary scaling whose angles depend on nothing but the position.
+    """
+
+    name: str
+    examples: str
+    rope_types: tuple[str, ...]
+    rotary: str
+    layers: str
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """Sizes of a decoder, in the README's alphabet: layers, hidden size, H, G, D, V, and the context it was trained for (tokens)."""
+
+    layers: int
+    hidden_size: int
+    query_heads: int
+    kv_heads: int
+    head_size: int
+    vocab_size: int
+    context_tokens: int
+
+
+def families() -> dict[str, Family]:
+    from sinkring.models.llama import LLAMA
+
+    return {family.name: family for family in (LLAMA,)}
+
+
+def find_family(config: Any) -> Family:
+    """The family of a Hugging Face configuration. Raises UnsupportedModel, naming the supported ones, or what in it is not honoured."""
+    known = families()
+    family = known.get(config.model_type)
+    if family is None:
+        supported = ", ".join(f"{name} ({entry.examples})" for name, entry in sorted(known.items()))
+        raise UnsupportedModel(f"architecture {config.model_type!r} is not supported; supported: {supported}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in family.rope_types:
+        raise UnsupportedModel(
+            f"{family.name}: rope_type {rope_type!r} is not supported, only {', '.join(family.rope_types)}: "
+            "its angles change with the length of the sequence, which a stream without end does not have"
+        )
+    for field in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, field, None):
+            raise UnsupportedModel(f"{family.name}: {field}={getattr(config, field)} is not honoured yet; unset it or use another model")
+    if getattr(config, "partial_rotary_factor", None) not in (None, 1.0):
+        raise UnsupportedModel(f"{family.name}: partial_rotary_factor={config.partial_rotary_factor} is not honoured yet")
+    return family
+
+
+def decoder_shape(config: Any) -> DecoderShape:
+    """Sizes as the Hugging Face configuration states them."""
+    return DecoderShape(
+        layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        query_heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        vocab_size=config.vocab_size,
+        context_tokens=config.max_position_embeddings,
+    )

@@ -1,0 +1,58 @@
+"""Backends: what runs the graphs. A backend owns the state tensors and every buffer; all are allocated when it is opened."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from sinkring.runtime.errors import UnsupportedError
+from sinkring.runtime.manifest import Manifest
+
+
+class Backend(Protocol):
+    """One opened bundle on one device.
+
+    The caller fills `tokens` int64 [B,1], `position` int64 [B] and `write_index` (one int64 [B] per ring) and calls `decode`, which steps all
+    rows and fills `logits` float32 [B,1,V]. The arrays are the same objects for the backend's whole life.
+    """
+
+    name: str
+    tokens: np.ndarray
+    position: np.ndarray
+    write_index: tuple[np.ndarray, ...]
+    logits: np.ndarray
+
+    def decode(self) -> None:
+        """One step of every row."""
+
+    def prefill(self, row: int, tokens: np.ndarray, position: int, write_index: tuple[int, ...], all_logits: bool) -> np.ndarray:
+        """Feed T <= chunk tokens, int64 [T], to one row. float32 [T,V] or [1,V] (of the last token): a view that the next call overwrites."""
+        ...
+
+    def read_row(self, row: int) -> dict[str, np.ndarray]:
+        """Copies of the row's state, by state name."""
+        ...
+
+    def write_row(self, row: int, state: dict[str, np.ndarray]) -> None:
+        """Overwrite the row's state with arrays as `read_row` gives them."""
+
+    def reset_row(self, row: int) -> None:
+        """Every state of the row back to its initial value, whatever it holds."""
+
+    def addresses(self) -> dict[str, int]:
+        """Address of each state tensor, by name: they never change."""
+        ...
+
+    def close(self) -> None:
+        """Give back sessions and memory. Nothing else may be called afterwards."""
+
+
+def open_backend(name: str, bundle: Path, manifest: Manifest, target: str | None, options: dict[str, Any]) -> Backend:
+    """Open the backend called `name`. `target` picks the graphs by what they were lowered for; by default the backend's own."""
+    if name == "onnxruntime":
+        from sinkring.runtime.backends.onnxruntime import OnnxRuntimeBackend
+
+        return OnnxRuntimeBackend(bundle, manifest, target or "onnxruntime", **options)
+    if name in ("tensorrt", "tensorrt-rtx"):
+        raise UnsupportedError(f"backend {name!r}: engines can be built and checked, running them is not part of this version; use onnxruntime")
+    raise UnsupportedError(f"backend {name!r} is not known; use onnxruntime")

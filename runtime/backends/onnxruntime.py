@@ -1,0 +1,137 @@
+"""ONNX Runtime on the CPU: rings updated in place, all buffers bound once.
+
+Each ring is bound as graph input and as graph output at the same address, so TensorScatter writes into it and copies nothing. The prefill
+session is bound to one row's slice of the same memory.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sinkring.runtime.errors import BundleError, DependencyError, InputError
+from sinkring.runtime.manifest import Graph, Manifest, StateTensor
+
+try:
+    import onnxruntime as ort
+except ImportError:
+    raise DependencyError("the backend onnxruntime needs the package onnxruntime: pip install 'sinkring[cpu]'") from None
+
+_ERRORS_ONLY = 3
+DEVICE = "cpu"
+
+
+class OnnxRuntimeBackend:
+    """See Backend. threads: intra-op threads, default all cores."""
+
+    name = "onnxruntime"
+
+    def __init__(self, bundle: Path, manifest: Manifest, target: str, *, threads: int | None = None) -> None:
+        if threads is not None and threads < 1:
+            raise InputError(f"threads={threads}: must be 1 or more")
+        self._manifest = manifest
+        batch, vocab = manifest.batch, manifest.model.vocab_size
+        self.tokens = np.zeros((batch, 1), np.int64)
+        self.position = np.zeros(batch, np.int64)
+        self.write_index = tuple(np.zeros(batch, np.int64) for _ in manifest.rings)
+        self.logits = np.zeros((batch, 1, vocab), np.float32)
+        self._states = {state.name: np.full(state.shape, state.initial, np.dtype(state.dtype)) for state in manifest.states}
+        self._chunk_tokens = np.zeros(manifest.chunk, np.int64)
+        self._chunk_rows = np.zeros(manifest.chunk, np.int64)
+        self._chunk_position = np.zeros(1, np.int64)
+        self._chunk_write_index = tuple(np.zeros(1, np.int64) for _ in manifest.rings)
+        self._chunk_logits = np.zeros((manifest.chunk, vocab), np.float32)
+
+        self._decode = _session(bundle, manifest.graph("decode", target), threads)
+        self._prefill = _session(bundle, manifest.graph("prefill", target), threads)
+        self._decode_binding = self._bind_decode()
+        self._prefill_bindings = [self._bind_prefill(row) for row in range(batch)]
+
+    def decode(self) -> None:
+        self._decode.run_with_iobinding(self._decode_binding)
+
+    def prefill(self, row: int, tokens: np.ndarray, position: int, write_index: tuple[int, ...], all_logits: bool) -> np.ndarray:
+        count = len(tokens)
+        wanted = count if all_logits else 1
+        self._chunk_tokens[:count] = tokens
+        self._chunk_rows[:wanted] = np.arange(count - wanted, count)
+        self._chunk_position[0] = position
+        for buffer, index in zip(self._chunk_write_index, write_index, strict=True):
+            buffer[0] = index
+        binding = self._prefill_bindings[row]
+        _bind_input(binding, "tokens", self._chunk_tokens, (1, count))
+        _bind_input(binding, "rows", self._chunk_rows, (wanted,))
+        _bind_output(binding, "logits", self._chunk_logits, (1, wanted, self._chunk_logits.shape[1]))
+        self._prefill.run_with_iobinding(binding)
+        return self._chunk_logits[:wanted]
+
+    def read_row(self, row: int) -> dict[str, np.ndarray]:
+        return {state.name: self._row(state, row).copy() for state in self._manifest.states}
+
+    def write_row(self, row: int, state: dict[str, np.ndarray]) -> None:
+        for entry in self._manifest.states:
+            self._row(entry, row)[...] = state[entry.name]
+
+    def reset_row(self, row: int) -> None:
+        for state in self._manifest.states:
+            self._row(state, row)[...] = state.initial
+
+    def addresses(self) -> dict[str, int]:
+        return {name: array.ctypes.data for name, array in self._states.items()}
+
+    def close(self) -> None:
+        del self._decode_binding, self._prefill_bindings, self._decode, self._prefill
+
+    def _row(self, state: StateTensor, row: int) -> np.ndarray:
+        """View of one row of a state tensor, the batch axis kept with length 1."""
+        index = tuple(slice(row, row + 1) if axis == state.batch_axis else slice(None) for axis in range(len(state.shape)))
+        return self._states[state.name][index]
+
+    def _bind_decode(self) -> Any:
+        binding = self._decode.io_binding()
+        _bind_input(binding, "tokens", self.tokens)
+        _bind_input(binding, "position", self.position)
+        for ring, index in zip(self._manifest.rings, self.write_index, strict=True):
+            _bind_input(binding, ring.write_index, index)
+        _bind_output(binding, "logits", self.logits)
+        for state in self._manifest.states:
+            _bind_input(binding, state.name, self._states[state.name])
+            _bind_output(binding, state.updated, self._states[state.name])
+        return binding
+
+    def _bind_prefill(self, row: int) -> Any:
+        binding = self._prefill.io_binding()
+        _bind_input(binding, "position", self._chunk_position)
+        for ring, index in zip(self._manifest.rings, self._chunk_write_index, strict=True):
+            _bind_input(binding, ring.write_index, index)
+        for state in self._manifest.states:
+            view = self._row(state, row)
+            # A row is bound by its address, so its bytes must lie in one piece.
+            assert view.flags.c_contiguous, f"{state.name}: the batch axis must be the first"
+            _bind_input(binding, state.name, view)
+            _bind_output(binding, state.updated, view)
+        return binding
+
+
+def _session(bundle: Path, graph: Graph, threads: int | None) -> Any:
+    options = ort.SessionOptions()
+    options.log_severity_level = _ERRORS_ONLY
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    # Prepacking copies every weight into anonymous memory, per session; unpacked, both sessions read the same mapped file.
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    if graph.role == "prefill":
+        # A pattern is kept for each shape that was ever seen, and T varies.
+        options.enable_mem_pattern = False
+    try:
+        return ort.InferenceSession(str(bundle / graph.path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime raises classes of its own for each status code
+        raise BundleError(f"{bundle / graph.path}: onnxruntime {ort.__version__} cannot load it ({str(error).strip()}); export again") from error
+
+
+def _bind_input(binding: Any, name: str, array: np.ndarray, shape: tuple[int, ...] | None = None) -> None:
+    binding.bind_input(name, DEVICE, 0, array.dtype, shape or array.shape, array.ctypes.data)
+
+
+def _bind_output(binding: Any, name: str, array: np.ndarray, shape: tuple[int, ...] | None = None) -> None:
+    binding.bind_output(name, DEVICE, 0, array.dtype, shape or array.shape, array.ctypes.data)
