@@ -169,8 +169,8 @@ def _read_config(source: Source) -> PreTrainedConfig:
             architecture = PreTrainedConfig.get_config_dict(source.path, local_files_only=True)[0].get("model_type")
             if architecture not in CONFIG_MAPPING:
                 raise UnsupportedModel(
-                    f"{source.path}: architecture {architecture!r} is unknown to transformers {__version__}, and code that comes with a model "
-                    "is never run; give a model of a known architecture, or install a transformers that knows it"
+                    f"{source.path}: architecture {architecture!r} is unknown to transformers {__version__}, and code that comes with "
+                    "a model is never run; give one of a known architecture, or install a transformers that knows it"
                 )
         config = AutoConfig.from_pretrained(**_where(source), local_files_only=True, trust_remote_code=False)
     if type(config) not in AutoModelForCausalLM._model_mapping:
