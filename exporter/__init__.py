@@ -1,4 +1,4 @@
-"""sinkring.exporter: a trained decoder -> a bundle, an engine, a proof. Names are loaded when first used, so that this import stays light."""
+"""sinkring.exporter: a trained decoder -> a bundle, an engine, a proof. Names are loaded at first use: this import stays light."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -22,7 +22,7 @@ _TURN = 1 << 64
 
 
 def angle_tables(inv_freq: np.ndarray) -> np.ndarray:
-    """inv_freq [R/2] radians per token -> float32 [DIGITS, 2**DIGIT_BITS, R]: cosines, then sines, of digit * 2**(DIGIT_BITS * d) tokens."""
+    """inv_freq [R/2], radians per token -> float32 [DIGITS, 2**DIGIT_BITS, R]: cosines, then sines, of k * 2**(DIGIT_BITS * d) tokens."""
     rows = np.arange(1 << DIGIT_BITS, dtype=np.uint64)[:, None]
     tables = []
     for digit in range(DIGITS):
@@ -37,25 +37,34 @@ def angle_tables(inv_freq: np.ndarray) -> np.ndarray:
 class Angles(torch.nn.Module):
     """Traces the table lookup into the graph. `forward(positions)`: int64 [...] -> (cos, sin), each float32 [..., R/2]."""
 
+    radix: torch.Tensor
+
     def __init__(self, inv_freq: torch.Tensor) -> None:
         super().__init__()
         tables = angle_tables(inv_freq.detach().cpu().numpy())
-        self.half = inv_freq.numel()
+        self.pairs = inv_freq.numel()
         for digit in range(DIGITS):
             self.register_buffer(f"digit{digit}", torch.from_numpy(tables[digit]))
         self.register_buffer("radix", torch.tensor(1 << DIGIT_BITS, dtype=torch.int64))
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = [*positions.shape, 2 * self.half]
-        cos = sin = None
-        rest = positions
+        shape = [*positions.shape, 2 * self.pairs]
+        rows, rest = [], positions
         for digit in range(DIGITS):
-            # Positions are never negative, so ONNX's truncating Div and its Mod agree with floor division.
-            index, rest = (_integer("Mod", rest, self.radix), _integer("Div", rest, self.radix)) if digit < DIGITS - 1 else (rest, rest)
-            row = symbolic("Gather", [getattr(self, f"digit{digit}"), index], {"axis": 0}, dtype=torch.float32, shape=shape, version=24)
-            c, s = row[..., : self.half], row[..., self.half :]
-            cos, sin = (c, s) if cos is None else (cos * c - sin * s, sin * c + cos * s)
+            index = rest
+            if digit < DIGITS - 1:
+                # Positions are never negative, so ONNX's truncating Div and its Mod agree with floor division.
+                index, rest = _integer("Mod", rest, self.radix), _integer("Div", rest, self.radix)
+            table = getattr(self, f"digit{digit}")
+            rows.append(symbolic("Gather", [table, index], {"axis": 0}, dtype=torch.float32, shape=shape, version=24))
+        cos, sin = self._halves(rows[0])
+        for row in rows[1:]:
+            c, s = self._halves(row)
+            cos, sin = cos * c - sin * s, sin * c + cos * s
         return cos, sin
+
+    def _halves(self, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return row[..., : self.pairs], row[..., self.pairs :]
 
 
 def _integer(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

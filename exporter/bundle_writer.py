@@ -15,7 +15,7 @@ from sinkring.runtime.manifest import MANIFEST_NAME, File
 def new_bundle(out: Path) -> Iterator[Path]:
     """A folder beside `out` to fill; renamed to `out` when the block ends well, removed when it does not.
 
-    An existing bundle at `out` is replaced only at that moment. Raises BundleError if `out` is something else than a bundle or an empty folder.
+    An existing bundle at `out` is replaced only at that moment. Raises BundleError if `out` is neither a bundle nor an empty folder.
     """
     if out.exists() and not out.is_dir():
         raise BundleError(f"{out}: is a file, not a folder; give another --out")

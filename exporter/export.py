@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import get_args
 
 import onnx_ir as ir
-
 from sinkring.exporter.angles import POSITION_LIMIT
 from sinkring.exporter.bundle_writer import describe_file, new_bundle, replace_text
 from sinkring.exporter.frontend import ring_names, trace_step, updated_name, write_index_name
@@ -101,7 +100,7 @@ def _check_numbers(policy: str, sinks: int, window: int, chunk: int, batch: int,
 def _check_context(shape: DecoderShape, sinks: int, window: int) -> None:
     if sinks + window > shape.context_tokens:
         raise GeometryError(
-            f"sinks={sinks} and window={window} are {sinks + window} tokens, the model was trained for a context of {shape.context_tokens}: "
+            f"sinks={sinks} and window={window} are {sinks + window} tokens, the model was trained for {shape.context_tokens}: "
             f"use a window of at most {max(shape.context_tokens - sinks, 1)}"
         )
 
@@ -120,7 +119,14 @@ def _save_graphs(part: Path, weights: WeightsFile, simplified: ir.Model, role: R
 
 
 def _manifest(
-    part: Path, loaded: LoadedModel, shape: DecoderShape, geometry: RingGeometry, policy: Policy, batch: int, chunk: int, graphs: list[Graph]
+    part: Path,
+    loaded: LoadedModel,
+    shape: DecoderShape,
+    geometry: RingGeometry,
+    policy: Policy,
+    batch: int,
+    chunk: int,
+    graphs: list[Graph],
 ) -> Manifest:
     tokenizer = _write_tokenizer(part, loaded)
     paths = sorted(path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file())

@@ -2,7 +2,7 @@
 
 The model's own code is traced; only three things are hooked, each for the time of the trace: the rotary module (cos and sin from exact
 tables), `apply_rotary_pos_emb` of its modeling file (one RotaryEmbedding node), and the attention function (one RingAttention node).
-Everything else, biases, norms, multipliers, is the model's and is traced as it stands. All contact with transformers' internals is in this file.
+Everything else, biases, norms, multipliers, is the model's and is traced as it stands. Whatever touches transformers' internals is here.
 """
 
 import sys
@@ -15,14 +15,13 @@ from unittest.mock import patch
 
 import onnx_ir as ir
 import torch
-from torch.onnx.ops import rotary_embedding, symbolic_multi_out
-
 from sinkring.exporter.angles import Angles
 from sinkring.exporter.node import DOMAIN, OP_TYPE
 from sinkring.models.registry import DecoderShape, Family
 from sinkring.runtime.errors import UnsupportedError
 from sinkring.runtime.manifest import Role
 from sinkring.runtime.ring import RingGeometry
+from torch.onnx.ops import rotary_embedding, symbolic_multi_out
 
 ATTENTION = "sinkring_ring_attention"
 TOKENS, POSITION, ROWS, LOGITS = "tokens", "position", "rows", "logits"
@@ -57,6 +56,8 @@ class _Trace:
 
 class _Step(torch.nn.Module):
     """The traced module: tokens [B,T], position [B], write index [B], (rows [N]), rings -> logits [B,N,V], updated rings."""
+
+    clamp: torch.Tensor
 
     def __init__(self, model: Any, family: Family, geometry: RingGeometry, policy: str) -> None:
         super().__init__()
@@ -144,8 +145,8 @@ def trace_step(
 ) -> ir.Model:
     """Trace one step of `model` (float32, on the CPU).
 
-    role "decode": T = 1, batch rows, all static; logits [B,1,V]. role "prefill": batch 1, T dynamic in 1 .. chunk, and an input `rows` int64 [N]:
-    which of the T tokens' logits are wanted; logits [1,N,V].
+    role "decode": T = 1, batch rows, all static; logits [B,1,V]. role "prefill": batch 1, T dynamic in 1 .. chunk, and an input `rows`
+    int64 [N]: which of the T tokens' logits are wanted; logits [1,N,V].
     """
     rows_count = batch if role == "decode" else 1
     tokens = 1 if role == "decode" else max(chunk, 2)
@@ -179,7 +180,23 @@ def trace_step(
         )
     assert program is not None
     _check_every_weight_is_used(model, program.model)
+    if role == "prefill":
+        _name_dynamic_axes(program.model, {TOKENS: (1, "T"), ROWS: (0, "N")})
     return program.model
+
+
+def _name_dynamic_axes(traced: ir.Model, axes: dict[str, tuple[int, str]]) -> None:
+    """Give the symbolic sizes of the named inputs' axes their names, wherever the graph's shapes mention them."""
+    names = {}
+    for value in traced.graph.inputs:
+        if value.name in axes:
+            axis, name = axes[value.name]
+            assert value.shape is not None
+            names[str(value.shape[axis])] = name
+    values = [*traced.graph.inputs, *(output for node in traced.graph for output in node.outputs)]
+    for value in values:
+        if value.shape is not None:
+            value.shape = ir.Shape(names.get(str(size), size) for size in value.shape)
 
 
 def _check_every_weight_is_used(model: Any, traced: ir.Model) -> None:
@@ -187,7 +204,9 @@ def _check_every_weight_is_used(model: Any, traced: ir.Model) -> None:
     used = {name for name, value in traced.graph.initializers.items() if value.uses()}
     dropped = [name for name, _ in model.named_parameters() if not {f"model.{alias}" for alias in _aliases(model, name)} & used]
     if dropped:
-        raise UnsupportedError(f"{len(dropped)} weights of the model do not reach the graph, the first is {dropped[0]}: this model is not supported")
+        raise UnsupportedError(
+            f"{len(dropped)} weights of the model do not reach the graph, the first is {dropped[0]}: this model is not supported"
+        )
 
 
 def _aliases(model: Any, name: str) -> list[str]:

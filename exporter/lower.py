@@ -5,7 +5,6 @@ import onnx_ir.passes.common as common
 from onnxscript import optimizer
 from onnxscript.rewriter import RewritePass
 from onnxscript.rewriter.rules.fusion import _rms_normalization as rms
-
 from sinkring.exporter.passes.transpose_weights import StoreWeightsTransposed
 from sinkring.exporter.targets import Target
 from sinkring.runtime.manifest import Role
@@ -35,6 +34,8 @@ def lower_for(target: Target, role: Role, simplified: ir.Model) -> ir.Model:
     model = simplified.clone()
     model.opset_imports[""] = target.opset
     model.ir_version = target.ir_version
-    ir.passes.Sequential(target.attention[role](), common.RemoveUnusedNodesPass(), common.NameFixPass(), common.TopologicalSortPass())(model)
+    ir.passes.Sequential(target.attention[role](), common.RemoveUnusedNodesPass(), common.NameFixPass(), common.TopologicalSortPass())(
+        model
+    )
     model.producer_name = "sinkring"
     return model

@@ -12,8 +12,8 @@ Outputs:
     key_ring', value_ring'      the rings with the new rows in slots write_index .. write_index + T - 1
 Attributes: sinks (S), window (W), slots (M), scale, interleaved, policy.
 
-The query at position q = position + t attends, after the write, to the slots that hold A(q) (see sinkring.runtime.ring). Under the streaming
-policy (StreamingLLM, arXiv 2309.17453) a sink is seen at distance min(q, S+W-1) - j, so its query is turned back by
+The query at position q = position + t attends, after the write, to the slots that hold A(q) (see sinkring.runtime.ring). Under the
+streaming policy (StreamingLLM, arXiv 2309.17453) a sink is seen at distance min(q, S+W-1) - j, so its query is turned back by
 max(0, q - (S+W-1)) tokens: rope(x, a - b) = rope(rope(x, a), -b), and keys are never touched again.
 
 `ring_attention` below is that contract in numpy, slow and plain: every lowering is tested against it.

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import onnx_ir as ir
-
 from sinkring.exporter.passes.lower_fused import LowerToFusedAttention
 from sinkring.exporter.passes.lower_grouped import LowerToGroupedAttention
 from sinkring.runtime.errors import UnsupportedError
@@ -17,7 +15,7 @@ class Target:
     name: str
     opset: int
     ir_version: int
-    attention: dict[Role, type[ir.passes.InPlacePass]]
+    attention: dict[Role, type[LowerToFusedAttention] | type[LowerToGroupedAttention]]
 
 
 # A prefill chunk is products of matrices either way, and the grouped form is the one that neither runtime repeats K and V for.

@@ -20,4 +20,6 @@ def check_files(bundle: Path, manifest: Manifest, hashes: bool = True) -> None:
             with path.open("rb") as opened:
                 found = hashlib.file_digest(opened, "sha256").hexdigest()
             if found != file.sha256:
-                raise BundleError(f"{path}: sha256 is {found[:12]}..., the manifest says {file.sha256[:12]}...; the bundle is damaged, export again")
+                raise BundleError(
+                    f"{path}: sha256 is {found[:12]}..., the manifest says {file.sha256[:12]}...; the bundle is damaged, export again"
+                )

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
 from sinkring.runtime.backends import Backend, open_backend
 from sinkring.runtime.bundle import check_files
 from sinkring.runtime.errors import CapacityError
@@ -59,12 +58,12 @@ class Decoder:
         """Raises CapacityError if a stream at `position` cannot take `tokens` more."""
         limit = self.manifest.position_limit
         if position + tokens > limit:
-            raise CapacityError(f"position {position} + {tokens} tokens is past {limit}, the last position with exact angles; reset the stream")
+            raise CapacityError(
+                f"position {position} + {tokens} tokens is past {limit}, the last position with exact angles; reset the stream"
+            )
 
-    def run(
-        self, row: int, position: int, tokens: NDArray[np.int64], all_logits: bool
-    ) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
-        """Feed a row in chunks. Yields (start, stop, logits) per call: float32 [stop-start, V] or [1,V], a view that the next call overwrites."""
+    def run(self, row: int, position: int, tokens: NDArray[np.int64], all_logits: bool) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
+        """Feed a row in chunks. Yields (start, stop, logits [stop-start,V] or [1,V]); the next call overwrites logits."""
         start = 0
         for length in split_chunks(position, len(tokens), self.manifest.chunk, self._geometries):
             stop = start + length

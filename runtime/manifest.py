@@ -25,7 +25,7 @@ Role = Literal["decode", "prefill"]
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What was exported. `source` is how the user named it (a folder, a .gguf file, or a known name): `validate` loads the oracle from it."""
+    """What was exported. `source` is what the user named (a folder, a .gguf file, a known name): `validate` loads the oracle from it."""
 
     architecture: str
     source: str
@@ -200,7 +200,7 @@ def _elements(shape: tuple[int, ...]) -> int:
 
 
 def _build(kind: Any, raw: Any, where: str) -> Any:
-    """Turn parsed JSON into `kind` (a dataclass, tuple, dict, literal, union or plain type), naming the place of anything that does not fit."""
+    """Turn parsed JSON into `kind` (dataclass, tuple, dict, literal, union or plain type), naming the place of what does not fit."""
     if dataclasses.is_dataclass(kind):
         if not isinstance(raw, dict):
             raise BundleError(f"{where}: is {type(raw).__name__}, expected an object; the bundle is damaged, export again")
@@ -213,7 +213,7 @@ def _build(kind: Any, raw: Any, where: str) -> Any:
                 raise BundleError(f"{where}: field {name!r} is missing; the bundle is damaged, export again")
         values = {name: _build(hints[name], value, f"{where}: {name}") for name, value in raw.items()}
         try:
-            return kind(**values)
+            return kind(**values)  # type: ignore[operator]
         except GeometryError as error:
             raise BundleError(f"{where}: {error}") from None
     origin, args = typing.get_origin(kind), typing.get_args(kind)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-
 from sinkring.runtime.errors import CapacityError, InputError
 from sinkring.runtime.sampling import Sampler, SamplingOptions
 
@@ -22,8 +21,8 @@ Ids = Sequence[int] | NDArray[np.integer]
 class Stream:
     """Made by `Decoder.stream()`. Close it, or use it as a context manager, to give its row back.
 
-    A token that `generate` has yielded belongs to the stream at once and counts in `position`; it is written to the cache with the next call,
-    so that it reaches the user a step earlier and a following `feed` takes it along in its first chunk.
+    A token that `generate` has yielded belongs to the stream at once and counts in `position`; it is written to the cache with the next
+    call, so that it reaches the user a step earlier and a following `feed` takes it along in its first chunk.
     """
 
     def __init__(self, decoder: "Decoder", row: int) -> None:
@@ -74,7 +73,8 @@ class Stream:
         """Yield up to max_tokens sampled tokens; see SamplingOptions for the options.
 
         Ends at a token of stop_ids (default: those of the bundle; `()` for never). That token is not yielded but does become part of the
-        stream, so that a next turn continues after it. Calls with equal options go on with one random sequence; other options start a new one.
+        stream, so that a next turn continues after it. Calls with equal options go on with one random sequence, other options start a new
+        one.
 
         Raises InputError before the first token if nothing has been fed or an option is out of range.
         """
@@ -158,7 +158,7 @@ class Stream:
         wrong = np.flatnonzero((array < 0) | (array >= vocab))
         if wrong.size:
             raise InputError(
-                f"feed: ids[{wrong[0]}] is {array[wrong[0]]}, outside the vocabulary [0, {vocab}): were they made by this bundle's tokenizer?"
+                f"feed: ids[{wrong[0]}] is {array[wrong[0]]}, outside the vocabulary [0, {vocab}): use this bundle's tokenizer"
             )
         return array.astype(np.int64)
 

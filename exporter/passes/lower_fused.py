@@ -6,10 +6,19 @@ scale * (q_sink - q) . k_sink is added on the S sink columns.
 
 import numpy as np
 import onnx_ir as ir
-
 from sinkring.exporter.node import DOMAIN
 from sinkring.exporter.passes.insertion import Insertion
-from sinkring.exporter.passes.lowering import Lowering, RingNode, finish, float_constant, fold_groups, ring_nodes, sink_keys, turn_back, write_rings
+from sinkring.exporter.passes.lowering import (
+    Lowering,
+    RingNode,
+    finish,
+    float_constant,
+    fold_groups,
+    ring_nodes,
+    sink_keys,
+    turn_back,
+    write_rings,
+)
 
 
 class LowerToFusedAttention(ir.passes.InPlacePass):

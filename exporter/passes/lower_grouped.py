@@ -5,10 +5,19 @@ are computed from the turned-back query directly and take the place of the first
 """
 
 import onnx_ir as ir
-
 from sinkring.exporter.node import DOMAIN
 from sinkring.exporter.passes.insertion import Insertion
-from sinkring.exporter.passes.lowering import Lowering, RingNode, finish, float_constant, fold_groups, ring_nodes, sink_keys, turn_back, write_rings
+from sinkring.exporter.passes.lowering import (
+    Lowering,
+    RingNode,
+    finish,
+    float_constant,
+    fold_groups,
+    ring_nodes,
+    sink_keys,
+    turn_back,
+    write_rings,
+)
 
 
 class LowerToGroupedAttention(ir.passes.InPlacePass):

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import onnx_ir as ir
-
 from sinkring.exporter.node import DOMAIN, OP_TYPE, RingAttentionAttributes
 from sinkring.exporter.passes.insertion import Insertion, replace_value
 from sinkring.exporter.passes.ring_mask import write_additive, write_validity
@@ -35,7 +34,8 @@ class RingNode:
             interleaved=bool(values["interleaved"]),
         )
         query, ring = node.inputs[0], node.inputs[3]
-        assert query is not None and ring is not None
+        assert query is not None, "the contract has a query"
+        assert ring is not None, "the contract has a key ring"
         if query.shape is None or ring.shape is None or ring.shape[2] != attributes.capacity:
             raise ir.passes.PreconditionError(f"{node.name}: ring shape {ring.shape} does not hold C={attributes.capacity} slots")
         if attributes.policy == "streaming" and len(node.inputs) < 9:

@@ -8,7 +8,6 @@ Ages past q - S are slots that the stream has not reached yet; while q < S no ri
 
 import numpy as np
 import onnx_ir as ir
-
 from sinkring.exporter.node import RingAttentionAttributes
 from sinkring.exporter.passes.insertion import Insertion
 
@@ -17,7 +16,9 @@ MASKED = -1e30
 NEVER = np.iinfo(np.int64).max  # a position no stream reaches
 
 
-def write_validity(into: Insertion, a: RingAttentionAttributes, position: ir.Value, write_index: ir.Value, tokens: ir.Value | int) -> ir.Value:
+def write_validity(
+    into: Insertion, a: RingAttentionAttributes, position: ir.Value, write_index: ir.Value, tokens: ir.Value | int
+) -> ir.Value:
     """bool [B,1,T,C]: may token t of row b attend to slot j. `tokens` is T, a number or an int64 scalar value."""
     slots = np.arange(a.capacity, dtype=np.int64)
     key = f"ring{a.sinks}.{a.window}.{a.slots}"

@@ -15,7 +15,7 @@ class StoreWeightsTransposed(ir.passes.InPlacePass):
             if node.op_type != "Transpose" or node.inputs[0] is None or not node.inputs[0].is_initializer():
                 continue
             weight = node.inputs[0]
-            assert weight.const_value is not None and weight.shape is not None
+            assert weight.shape is not None, f"{weight.name}: an initializer has a shape"
             if len(weight.shape) != 2 or any(user.op_type != "Transpose" for user, _ in weight.uses()):
                 continue
             stored = _transposed(weight)
@@ -32,7 +32,7 @@ class StoreWeightsTransposed(ir.passes.InPlacePass):
 def _transposed(weight: ir.Value) -> ir.Value:
     source = weight.const_value
     assert source is not None
-    rows, columns = source.shape[0], source.shape[1]
+    rows, columns = (int(size) for size in source.shape)  # type: ignore[arg-type]
     name = f"{weight.name}.transposed"
     shape = ir.Shape((columns, rows))
     tensor = ir.LazyTensor(lambda: ir.tensor(source.numpy().T.copy(), name=name), dtype=source.dtype, shape=shape, name=name)

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-
 from sinkring.runtime.errors import UnsupportedError
 from sinkring.runtime.manifest import Manifest
 
@@ -12,8 +11,8 @@ from sinkring.runtime.manifest import Manifest
 class Backend(Protocol):
     """One opened bundle on one device.
 
-    The caller fills `tokens` int64 [B,1], `position` int64 [B] and `write_index` (one int64 [B] per ring) and calls `decode`, which steps all
-    rows and fills `logits` float32 [B,1,V]. The arrays are the same objects for the backend's whole life.
+    The caller fills `tokens` int64 [B,1], `position` int64 [B] and `write_index` (one int64 [B] per ring) and calls `decode`, which steps
+    all rows and fills `logits` float32 [B,1,V]. The arrays are the same objects for the backend's whole life.
     """
 
     name: str
@@ -26,7 +25,7 @@ class Backend(Protocol):
         """One step of every row."""
 
     def prefill(self, row: int, tokens: np.ndarray, position: int, write_index: tuple[int, ...], all_logits: bool) -> np.ndarray:
-        """Feed T <= chunk tokens, int64 [T], to one row. float32 [T,V] or [1,V] (of the last token): a view that the next call overwrites."""
+        """Feed T <= chunk tokens, int64 [T], to one row. float32 [T,V] or [1,V] (the last token's): overwritten by the next call."""
         ...
 
     def read_row(self, row: int) -> dict[str, np.ndarray]:
@@ -54,5 +53,7 @@ def open_backend(name: str, bundle: Path, manifest: Manifest, target: str | None
 
         return OnnxRuntimeBackend(bundle, manifest, target or "onnxruntime", **options)
     if name in ("tensorrt", "tensorrt-rtx"):
-        raise UnsupportedError(f"backend {name!r}: engines can be built and checked, running them is not part of this version; use onnxruntime")
+        raise UnsupportedError(
+            f"backend {name!r}: engines can be built and checked, running them is not part of this version; use onnxruntime"
+        )
     raise UnsupportedError(f"backend {name!r} is not known; use onnxruntime")

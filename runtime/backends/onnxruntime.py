@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from sinkring.runtime.errors import BundleError, DependencyError, InputError
 from sinkring.runtime.manifest import Graph, Manifest, StateTensor
 
@@ -126,7 +125,9 @@ def _session(bundle: Path, graph: Graph, threads: int | None) -> Any:
     try:
         return ort.InferenceSession(str(bundle / graph.path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises classes of its own for each status code
-        raise BundleError(f"{bundle / graph.path}: onnxruntime {ort.__version__} cannot load it ({str(error).strip()}); export again") from error
+        raise BundleError(
+            f"{bundle / graph.path}: onnxruntime {ort.__version__} cannot load it ({str(error).strip()}); export again"
+        ) from error
 
 
 def _bind_input(binding: Any, name: str, array: np.ndarray, shape: tuple[int, ...] | None = None) -> None:
