@@ -19,9 +19,9 @@ import psutil
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from sinkring.runtime import open_bundle
-from sinkring.runtime.errors import BundleError, SinkringError
-from sinkring.runtime.manifest import Manifest
+from sinkring.runtime import Manifest, SinkringError, open_bundle
+from sinkring.runtime.bundle import check_files
+from sinkring.runtime.errors import BundleError
 from sinkring.runtime.text import IncrementalDecoder, TextCodec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,15 +44,31 @@ console = Console()
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Resident bytes of this process, and how many of them are its own: the others are files mapped into it, above all the weights.
+
+    A page of the weights becomes resident when it is first read: `resident_bytes` grows with each new word for a while, `own_bytes` must not.
+    """
+
+    resident_bytes: int
+    own_bytes: int
+
+    @classmethod
+    def now(cls) -> "Memory":
+        info = psutil.Process().memory_info()
+        return cls(info.rss, info.rss - getattr(info, "shared", 0))
+
+
+@dataclass(frozen=True)
 class Streamed:
-    """One run of the stream: tokens in it and generated, wall time of the generation, resident bytes at its first and last token."""
+    """One run of the stream: tokens in it and generated, wall time of the generation in seconds, memory at its start and end."""
 
     stream_tokens: int
     generated_tokens: int
     seconds: float
     cache_bytes: int
-    resident_start_bytes: int
-    resident_end_bytes: int
+    start: Memory
+    end: Memory
 
 
 def main() -> int:
@@ -107,16 +123,12 @@ def why_export(bundle: Path) -> str:
     if not bundle.exists():
         return f"no bundle at {shown(bundle)} yet"
     try:
-        manifest = Manifest.read(bundle)
+        check_files(bundle, Manifest.read(bundle))
     except BundleError as error:
         return str(error)
     made_by = made_by_file(bundle)
     if not made_by.is_file() or made_by.read_text(encoding="utf-8").strip() != source_sha256():
         return "the sources or the options have changed since"
-    for file in manifest.files:
-        path = bundle / file.path
-        if not path.is_file() or file_sha256(path) != file.sha256:
-            return f"{file.path} is missing or damaged"
     return ""
 
 
@@ -158,11 +170,11 @@ def build(bundle: Path, sms: tuple[int, ...]) -> None:
 
 def stream_text(bundle: Path, tokens: int, seed: int) -> Streamed:
     """Ask, answer, ask on, in one stream, until it is `tokens` tokens long; the text is printed as it comes."""
-    process = psutil.Process()
     codec = TextCodec.open(bundle, Manifest.read(bundle).tokenizer)
     with open_bundle(bundle, backend="onnxruntime") as decoder:
         stream = decoder.stream()
-        generated, seconds, turn, end_fed, resident_start = 0, 0.0, 0, False, 0
+        generated, seconds, turn, end_fed = 0, 0.0, 0, False
+        start: Memory | None = None
         while stream.position < tokens:
             question = QUESTIONS[turn] if turn < len(QUESTIONS) else QUESTIONS[-1]
             console.print(f"\n[bold cyan]{question}[/bold cyan]", highlight=False)
@@ -170,31 +182,39 @@ def stream_text(bundle: Path, tokens: int, seed: int) -> Streamed:
             turn, position, answered = turn + 1, stream.position, 0
             text = IncrementalDecoder(codec)
             began = time.perf_counter()
-            for token in stream.generate(max_tokens=max(1, tokens - position), temperature=0.8, seed=seed + turn):
-                resident_start = resident_start or process.memory_info().rss
+            for token in stream.generate(max_tokens=max(1, tokens - position), temperature=0.8, repetition_penalty=1.1, seed=seed):
                 answered += 1
-                end_fed = token in codec.info.stop_ids and stream.position == position + answered
+                if start is None and answered == 2:  # The first token came from the prefill graph: now both graphs have run.
+                    start = Memory.now()
                 sys.stdout.write(text.push(token))
                 sys.stdout.flush()
             seconds += time.perf_counter() - began
+            # The stop token is not yielded but is part of the stream: the next turn must not bring it along again.
+            end_fed = stream.position > position + answered
             generated += answered
             print(text.flush())
-        return Streamed(stream.position, generated, seconds, decoder.cache_bytes, resident_start, process.memory_info().rss)
+        end = Memory.now()
+        return Streamed(stream.position, generated, seconds, decoder.cache_bytes, start or end, end)
 
 
 def summary(bundle: Path, streamed: Streamed, validation: Any) -> Table:
-    growth = streamed.resident_end_bytes - streamed.resident_start_bytes
+    start, end = streamed.start, streamed.end
     table = Table(show_header=False, title=f"{MODEL}, {OPTIONS['policy']} policy, {OPTIONS['dtype']}")
     for name, value in (
         ("bundle", shown(bundle)),
         ("stream", f"{streamed.stream_tokens} tokens long, {streamed.generated_tokens} generated; second wrap at {SECOND_WRAP_TOKENS}"),
         ("speed", f"{streamed.generated_tokens / streamed.seconds:.1f} tokens/s with ONNX Runtime on this CPU, printing included"),
         ("cache", f"{streamed.cache_bytes:,} bytes, the same at every age"),
-        ("resident memory", f"{streamed.resident_start_bytes / 2**20:.1f} MiB at the first token, {growth / 2**20:+.1f} MiB at the last"),
+        ("resident memory", f"{mebibytes(start.resident_bytes)} at the start, {mebibytes(end.resident_bytes)} at the end"),
+        ("without mapped weights", f"{mebibytes(start.own_bytes)} at the start, {mebibytes(end.own_bytes)} at the end"),
         ("against eager PyTorch", f"largest logit difference {validation.max_difference:.2e}"),
     ):
         table.add_row(name, value)
     return table
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"
 
 
 def source_sha256() -> str:

@@ -1,5 +1,6 @@
 """What a user installs: the wheel holds the whole tree, and the runtime in it runs where there is no torch."""
 
+import subprocess
 import tomllib
 import zipfile
 from importlib import metadata
@@ -106,3 +107,25 @@ def test_importing_the_runtime_loads_no_backend(bare_runtime_venv: BareVenv) -> 
 
 def test_wheel_and_environment_have_one_version(wheel: Path) -> None:
     assert wheel.name.split("-")[1] == metadata.version("sinkring")
+
+
+@pytest.mark.parametrize(
+    ("python", "says"),
+    [
+        ("exit 127", "found no working"),
+        ("case $2 in *print*) echo 3.10.13 ;; *3,\\ 11*) exit 1 ;; esac", "is 3.10.13; install a newer one"),
+        ("case $2 in *print*) echo 3.12.1 ;; *ensurepip*) exit 1 ;; esac", "(3.12.1) lacks the venv module"),
+    ],
+)
+def test_setup_says_in_one_line_what_is_wrong_with_python(tmp_path: Path, python: str, says: str) -> None:
+    """All three are found before anything is written. `python` is the body of a stand-in for the interpreter."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text(f"#!/bin/sh\n{python}\n", encoding="utf-8")
+    stand_in.chmod(0o755)
+    environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(stand_in)}
+    result = subprocess.run([ROOT / "scripts" / "setup"], capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert says in line
+    assert str(stand_in) in line
