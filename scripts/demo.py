@@ -45,9 +45,9 @@ console = Console()
 
 @dataclass(frozen=True)
 class Memory:
-    """Resident bytes of this process, and how many of them are its own: the others are files mapped into it, above all the weights.
+    """Resident bytes of this process, and how many of them are its own: the others are mapped files, above all the weights.
 
-    A page of the weights becomes resident when it is first read: `resident_bytes` grows with each new word for a while, `own_bytes` must not.
+    A page of the weights becomes resident when first read, so `resident_bytes` grows with each new word for a while; `own_bytes` must not.
     """
 
     resident_bytes: int
