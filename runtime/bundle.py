@@ -4,7 +4,46 @@ import hashlib
 from pathlib import Path
 
 from sinkring.runtime.errors import BundleError
-from sinkring.runtime.manifest import Manifest
+from sinkring.runtime.manifest import DTYPE_BYTES, MANIFEST_NAME, Manifest
+
+
+def check_consistent(bundle: Path, manifest: Manifest) -> None:
+    """Do the manifest's own numbers fit together? Reads no file. Raises BundleError for the first that does not.
+
+    The manifest is the one file that nothing hashes, and a wrong number in it would write the wrong slot without an error.
+    """
+    where = bundle / MANIFEST_NAME
+
+    def fail(what: str, found: object, expected: object) -> BundleError:
+        return BundleError(f"{where}: {what} is {found}, expected {expected}; the bundle is damaged, export again")
+
+    if manifest.batch < 1 or manifest.chunk < 1:
+        raise fail("batch, chunk", (manifest.batch, manifest.chunk), "1 or more")
+    for ring in manifest.rings:
+        if manifest.chunk > ring.geometry.slack + 1:
+            raise fail("chunk", manifest.chunk, f"at most {ring.geometry.slack + 1}, one more than the slack of {ring.write_index}")
+    for state in manifest.states:
+        if state.dtype not in DTYPE_BYTES:
+            raise fail(f"{state.name}: dtype", repr(state.dtype), f"one of {', '.join(DTYPE_BYTES)}")
+        if not 0 <= state.batch_axis < len(state.shape):
+            raise fail(f"{state.name}: batch_axis", state.batch_axis, f"an axis of {state.shape}")
+        if state.shape[state.batch_axis] != manifest.batch:
+            raise fail(f"{state.name}: rows", state.shape[state.batch_axis], f"batch, {manifest.batch}")
+        if state.kind == "ring":
+            if state.ring is None or not 0 <= state.ring < len(manifest.rings):
+                raise fail(f"{state.name}: ring", state.ring, f"one of the {len(manifest.rings)} rings")
+            capacity = manifest.rings[state.ring].geometry.capacity
+            if state.shape[-2:-1] != (capacity,):
+                raise fail(f"{state.name}: slots", state.shape[-2:-1], f"those of its ring, {capacity}")
+    tokenizer = manifest.tokenizer
+    named = [graph.path for graph in manifest.graphs]
+    if tokenizer is not None:
+        named += [path for path in (tokenizer.tokenizer, tokenizer.chat_template) if path is not None]
+    for path in named:
+        manifest.file(path)
+    for file in manifest.files:
+        if Path(file.path).is_absolute() or ".." in Path(file.path).parts:
+            raise fail("files: path", repr(file.path), "a path inside the bundle")
 
 
 def check_files(bundle: Path, manifest: Manifest, hashes: bool = True) -> None:

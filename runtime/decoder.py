@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from sinkring.runtime.backends import Backend, open_backend
-from sinkring.runtime.bundle import check_files
+from sinkring.runtime.bundle import check_consistent, check_files
 from sinkring.runtime.errors import CapacityError
 from sinkring.runtime.manifest import Manifest
 from sinkring.runtime.ring import split_chunks
@@ -21,10 +21,11 @@ def open_bundle(
 
     target: which graphs to run, by what they were lowered for; default: the backend's own. verify=False skips the sha256 of the weights.
     options go to the backend (onnxruntime: threads).
-    Raises BundleError, UnsupportedError, DependencyError.
+    Raises BundleError, InputError for an option out of range, UnsupportedError, DependencyError.
     """
     path = Path(bundle)
     manifest = Manifest.read(path)
+    check_consistent(path, manifest)
     check_files(path, manifest, hashes=verify)
     return Decoder(path, manifest, open_backend(backend, path, manifest, target, options))
 
@@ -36,6 +37,7 @@ class Decoder:
         self.path, self.manifest, self.backend = path, manifest, backend
         self._geometries = tuple(ring.geometry for ring in manifest.rings)
         self._free = list(range(manifest.batch))
+        self._open = True
 
     @property
     def cache_bytes(self) -> int:
@@ -44,10 +46,11 @@ class Decoder:
 
     def stream(self) -> Stream:
         """A fresh stream on a free row. Raises CapacityError when all rows are taken."""
+        self.require_open()
         if not self._free:
             raise CapacityError(f"all {self.manifest.batch} rows of the bundle have a stream; close one, or export with a larger --batch")
+        self.backend.reset_row(self._free[0])
         row = self._free.pop(0)
-        self.backend.reset_row(row)
         return Stream(self, row)
 
     def release(self, row: int) -> None:
@@ -76,8 +79,15 @@ class Decoder:
             start = stop
 
     def close(self) -> None:
-        """Release the backend. Streams of this decoder cannot be used afterwards."""
-        self.backend.close()
+        """Release the backend. Streams of this decoder cannot be used afterwards. Closing twice does nothing."""
+        if self._open:
+            self._open = False
+            self.backend.close()
+
+    def require_open(self) -> None:
+        """Raises CapacityError once the decoder is closed."""
+        if not self._open:
+            raise CapacityError(f"the decoder of {self.path} is closed; open the bundle again")
 
     def __enter__(self) -> "Decoder":
         return self

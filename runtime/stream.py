@@ -1,7 +1,8 @@
 """One stream: a row of a decoder with its own position, history and sampler."""
 
+import operator
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -53,10 +54,6 @@ class Stream:
         self._decoder.check_room(self._fed, len(whole))
         out = np.empty((len(whole), len(self._logits)), np.float32) if all_logits else None
         self._advance(whole, out)
-        self._history.extend(tokens.tolist())
-        if self._sampler is not None:
-            for token in tokens.tolist():
-                self._sampler.observe(token)
         return self._logits.copy() if out is None else out[carried:]
 
     def generate(
@@ -76,20 +73,20 @@ class Stream:
         stream, so that a next turn continues after it. Calls with equal options go on with one random sequence, other options start a new
         one.
 
-        Raises InputError before the first token if nothing has been fed or an option is out of range.
+        Raises InputError before the first token if nothing has been fed or an option is out of range; from the loop, InputError for logits
+        that are not finite and for a loop that a reset or a call with other options has ended, CapacityError past the position limit or
+        once the stream is closed. A token is then neither yielded nor made part of the stream.
         """
         options = SamplingOptions(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
         )
-        if max_tokens < 0:
-            raise InputError(f"max_tokens={max_tokens}: must be 0 or more")
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int | np.integer) or max_tokens < 0:
+            raise InputError(f"max_tokens={max_tokens!r}: must be a whole number, 0 or more")
+        stops = self._checked_stops(stop_ids)
         self._require_open()
         if not self.position:
             raise InputError("generate: the stream is empty, there is nothing to continue; feed a prompt of at least one token first")
-        tokenizer = self._decoder.manifest.tokenizer
-        if stop_ids is None:
-            stop_ids = tokenizer.stop_ids if tokenizer else ()
-        return self._generate(max_tokens, self._sampler_for(options), frozenset(stop_ids))
+        return self._generate(int(max_tokens), self._sampler_for(options), stops)
 
     def reset(self) -> None:
         """Forget everything: the stream equals a fresh one."""
@@ -116,11 +113,15 @@ class Stream:
     def _generate(self, max_tokens: int, sampler: Sampler, stops: frozenset[int]) -> Iterator[int]:
         for _ in range(max_tokens):
             self._require_open()
+            if sampler is not self._sampler:
+                raise InputError(
+                    "generate: this loop ended when the stream was reset or generate was called with other options; call it again"
+                )
+            self._decoder.check_room(self.position, 1)
             self._flush()
             token = sampler.sample(self._logits)
-            sampler.observe(token)
-            self._history.append(token)
             self._pending.append(token)
+            self._remember(token)
             if token in stops:
                 return
             yield token
@@ -135,7 +136,6 @@ class Stream:
     def _flush(self) -> None:
         """Write the tokens that were sampled but not yet fed."""
         if self._pending:
-            self._decoder.check_room(self._fed, len(self._pending))
             self._advance(np.array(self._pending, np.int64), None)
 
     def _advance(self, tokens: NDArray[np.int64], out: NDArray[np.float32] | None) -> None:
@@ -144,15 +144,27 @@ class Stream:
             if out is not None:
                 out[start:stop] = logits
             self._logits[:] = logits[-1]
-            # Kept in step with the cache chunk by chunk, so that an interrupt between two chunks leaves a stream that can go on.
+            # All kept in step with the cache chunk by chunk, so that an interrupt between two chunks leaves a stream that can go on.
             self._fed += stop - start
-            del self._pending[: stop - start]
+            carried = min(len(self._pending), stop - start)
+            del self._pending[:carried]
+            for token in tokens[start + carried : stop].tolist():
+                self._remember(token)
+
+    def _remember(self, token: int) -> None:
+        self._history.append(token)
+        if self._sampler is not None:
+            self._sampler.observe(token)
 
     def _checked(self, ids: Ids) -> NDArray[np.int64]:
-        array = np.asarray(ids)
+        try:
+            array = np.asarray(ids)
+        except (ValueError, TypeError) as error:  # rows of different lengths, or no numbers at all
+            raise InputError(f"feed: got {type(ids).__name__} that is no list of ids ({error}); give token ids in one dimension") from None
         if array.ndim != 1 or not array.size:
             raise InputError(f"feed: got ids of shape {array.shape}, expected at least one token id in one dimension")
-        if not np.issubdtype(array.dtype, np.integer):
+        # numpy keeps integers beyond 64 bits as objects: those are refused below, as outside the vocabulary.
+        if not np.issubdtype(array.dtype, np.integer) and not all(type(token) is int for token in array.tolist()):
             raise InputError(f"feed: got ids of dtype {array.dtype}, expected integers")
         vocab = len(self._logits)
         wrong = np.flatnonzero((array < 0) | (array >= vocab))
@@ -162,6 +174,20 @@ class Stream:
             )
         return array.astype(np.int64)
 
+    def _checked_stops(self, stop_ids: Iterable[int] | None) -> frozenset[int]:
+        tokenizer = self._decoder.manifest.tokenizer
+        if stop_ids is None:
+            return frozenset(tokenizer.stop_ids if tokenizer else ())
+        try:
+            stops = frozenset(operator.index(token) for token in stop_ids)
+        except TypeError:
+            raise InputError(f"stop_ids={stop_ids!r}: must be a list of token ids, () to never stop") from None
+        vocab = len(self._logits)
+        if wrong := sorted(token for token in stops if not 0 <= token < vocab):
+            raise InputError(f"stop_ids: {wrong[0]} is outside the vocabulary [0, {vocab}): was it made by this bundle's tokenizer?")
+        return stops
+
     def _require_open(self) -> None:
+        self._decoder.require_open()
         if not self._open:
             raise CapacityError("the stream is closed; take a new one with decoder.stream()")

@@ -18,17 +18,25 @@ except ImportError:
 
 _ERRORS_ONLY = 3
 DEVICE = "cpu"
+_NUMPY_NAMES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int64)": "int64", "tensor(int32)": "int32"}
 
 
 class OnnxRuntimeBackend:
-    """See Backend. threads: intra-op threads, default all cores."""
+    """See Backend. threads: intra-op threads, default all cores.
+
+    Raises InputError for an option that is unknown or out of range, BundleError for a graph that cannot be loaded or is not as the manifest says.
+    """
 
     name = "onnxruntime"
 
-    def __init__(self, bundle: Path, manifest: Manifest, target: str, *, threads: int | None = None) -> None:
-        if threads is not None and threads < 1:
-            raise InputError(f"threads={threads}: must be 1 or more")
+    def __init__(self, bundle: Path, manifest: Manifest, target: str, *, threads: int | None = None, **unknown: Any) -> None:
+        if unknown:
+            raise InputError(f"option {sorted(unknown)[0]!r} is not known to the backend onnxruntime; it takes: threads")
+        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
+            raise InputError(f"threads={threads!r}: must be a whole number, 1 or more")
         self._manifest = manifest
+        self._decode = _session(bundle, manifest, manifest.graph("decode", target), threads)
+        self._prefill = _session(bundle, manifest, manifest.graph("prefill", target), threads)
         batch, vocab = manifest.batch, manifest.model.vocab_size
         self.tokens = np.zeros((batch, 1), np.int64)
         self.position = np.zeros(batch, np.int64)
@@ -40,9 +48,6 @@ class OnnxRuntimeBackend:
         self._chunk_position = np.zeros(1, np.int64)
         self._chunk_write_index = tuple(np.zeros(1, np.int64) for _ in manifest.rings)
         self._chunk_logits = np.zeros((manifest.chunk, vocab), np.float32)
-
-        self._decode = _session(bundle, manifest.graph("decode", target), threads)
-        self._prefill = _session(bundle, manifest.graph("prefill", target), threads)
         self._decode_binding = self._bind_decode()
         self._prefill_bindings = [self._bind_prefill(row) for row in range(batch)]
 
@@ -80,6 +85,7 @@ class OnnxRuntimeBackend:
 
     def close(self) -> None:
         del self._decode_binding, self._prefill_bindings, self._decode, self._prefill
+        self._states.clear()
 
     def _row(self, state: StateTensor, row: int) -> np.ndarray:
         """View of one row of a state tensor, the batch axis kept with length 1."""
@@ -112,7 +118,7 @@ class OnnxRuntimeBackend:
         return binding
 
 
-def _session(bundle: Path, graph: Graph, threads: int | None) -> Any:
+def _session(bundle: Path, manifest: Manifest, graph: Graph, threads: int | None) -> Any:
     options = ort.SessionOptions()
     options.log_severity_level = _ERRORS_ONLY
     if threads is not None:
@@ -123,11 +129,49 @@ def _session(bundle: Path, graph: Graph, threads: int | None) -> Any:
         # A pattern is kept for each shape that was ever seen, and T varies.
         options.enable_mem_pattern = False
     try:
-        return ort.InferenceSession(str(bundle / graph.path), options, providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(str(bundle / graph.path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime raises classes of its own for each status code
         raise BundleError(
-            f"{bundle / graph.path}: onnxruntime {ort.__version__} cannot load it ({str(error).strip()}); export again"
+            f"{bundle / graph.path}: onnxruntime {ort.__version__} cannot load it ({' '.join(str(error).split())}); export again"
         ) from error
+    _check_signature(session, bundle / graph.path, manifest, graph)
+    return session
+
+
+def _check_signature(session: Any, where: Path, manifest: Manifest, graph: Graph) -> None:
+    """Buffers are bound by address: a graph of other shapes than the manifest's would read and write past their ends."""
+    decodes = graph.role == "decode"
+    batch = manifest.batch if decodes else 1
+    several = 1 if decodes else None  # T or N, which vary
+    states = {
+        state.name: (state.dtype, tuple(batch if axis == state.batch_axis else size for axis, size in enumerate(state.shape)))
+        for state in manifest.states
+    }
+    inputs: dict[str, tuple[str, tuple[int | None, ...]]] = {
+        "tokens": ("int64", (batch, several)),
+        "position": ("int64", (batch,)),
+        **{ring.write_index: ("int64", (batch,)) for ring in manifest.rings},
+        **({} if decodes else {"rows": ("int64", (None,))}),
+        **states,
+    }
+    outputs: dict[str, tuple[str, tuple[int | None, ...]]] = {
+        "logits": ("float32", (batch, several, manifest.model.vocab_size)),
+        **{state.updated: states[state.name] for state in manifest.states},
+    }
+    for side, expected, nodes in (("input", inputs, session.get_inputs()), ("output", outputs, session.get_outputs())):
+        found = {node.name: (_NUMPY_NAMES.get(node.type, node.type), tuple(node.shape)) for node in nodes}
+        if odd := sorted(found.keys() ^ expected.keys()):
+            has, lacks = ("the graph", "the manifest") if odd[0] in found else ("the manifest", "the graph")
+            raise BundleError(f"{where}: {side} {odd[0]!r} is in {has} but not in {lacks}; the bundle is damaged, export again")
+        for name, (dtype, shape) in expected.items():
+            same = len(found[name][1]) == len(shape) and all(
+                a == b or (b is None and not isinstance(a, int)) for a, b in zip(found[name][1], shape, strict=True)
+            )
+            if found[name][0] != dtype or not same:
+                raise BundleError(
+                    f"{where}: {side} {name!r} is {found[name][0]} {found[name][1]} in the graph, {dtype} {shape} by the manifest; "
+                    "the bundle is damaged, export again"
+                )
 
 
 def _bind_input(binding: Any, name: str, array: np.ndarray, shape: tuple[int, ...] | None = None) -> None:
