@@ -1,40 +1,40 @@
 """Writing a bundle so that it is there whole or not at all."""
 
+import fcntl
 import hashlib
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sinkring.runtime.errors import BundleError
-from sinkring.runtime.manifest import MANIFEST_NAME, File
+from sinkring.runtime.manifest import FORMAT, MANIFEST_NAME, File
 
 
 @contextmanager
 def new_bundle(out: Path) -> Iterator[Path]:
     """A folder beside `out` to fill; renamed to `out` when the block ends well, removed when it does not.
 
-    An existing bundle at `out` is replaced only at that moment. Raises BundleError if `out` is neither a bundle nor an empty folder.
+    An existing bundle at `out` is replaced only at that moment. What an export that was killed left there is cleared away first.
+    Raises BundleError if `out` is something else than a bundle or an empty folder.
     """
-    if out.exists() and not out.is_dir():
-        raise BundleError(f"{out}: is a file, not a folder; give another --out")
-    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST_NAME).is_file():
-        raise BundleError(f"{out}: exists and is not a sinkring bundle; it is left alone, give another --out or remove it")
+    # A link to a bundle keeps pointing to it: what is replaced is the folder.
+    out = out.resolve()
+    _check_replaceable(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(out)
-    part = out.parent / f".{out.name}.{os.getpid()}.part"
+    _clear_leftovers(out)
+    part = out.parent / f".{out.name}.{secrets.token_hex(4)}.part"
     part.mkdir()
     try:
-        yield part
-        _sync(part)
-        if out.exists():
-            old = out.parent / f".{out.name}.{os.getpid()}.old"
-            out.rename(old)
-            part.rename(out)
-            shutil.rmtree(old)
-        else:
-            part.rename(out)
+        with _locked(part):
+            yield part
+            _sync(part)
+            # Exporting takes minutes, in which something else may have come to stand there.
+            _check_replaceable(out)
+            _put_in_place(part, out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -61,12 +61,69 @@ def replace_text(path: Path, text: str) -> None:
         beside.unlink(missing_ok=True)
 
 
-def _sweep(out: Path) -> None:
-    """Remove what an export that was killed left beside `out`, unless its process still runs."""
-    for left in out.parent.glob(f".{out.name}.*.part"):
-        owner = left.name.split(".")[-2]
-        if left.is_dir() and owner.isdigit() and not Path(f"/proc/{owner}").exists():
+def _check_replaceable(out: Path) -> None:
+    """Nothing is ever removed but a bundle: other programs, too, call a file manifest.json."""
+    if out.exists() and not out.is_dir():
+        raise BundleError(f"{out}: is a file, not a folder; give another --out")
+    if out.is_dir() and any(out.iterdir()) and not _is_bundle(out):
+        raise BundleError(f"{out}: exists and is not a sinkring bundle; it is left alone, give another --out or remove it")
+
+
+def _is_bundle(folder: Path) -> bool:
+    manifest = folder / MANIFEST_NAME
+    # By its mark alone: a bundle that is damaged or of another version may be replaced.
+    return manifest.is_file() and f'"{FORMAT}"'.encode() in manifest.read_bytes()
+
+
+def _put_in_place(part: Path, out: Path) -> None:
+    old = part.with_suffix(".old")
+    if _is_bundle(out):
+        out.rename(old)
+    try:
+        part.rename(out)
+    except BaseException:
+        if old.exists():
+            old.rename(out)
+        raise
+    _sync_entries(out.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _clear_leftovers(out: Path) -> None:
+    """Remove what killed exports left beside `out`, and put back a bundle that one had moved aside but not yet replaced."""
+    name = re.compile(rf"\.{re.escape(out.name)}\.[0-9a-f]+\.(part|old)")
+    for left in sorted(path for path in out.parent.iterdir() if name.fullmatch(path.name)):
+        part = left.with_suffix(".part")
+        if part.is_dir() and not _abandoned(part):
+            continue
+        if left.suffix == ".old" and not out.exists():
+            left.rename(out)
+        else:
             shutil.rmtree(left, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Mark `folder` as being written. The mark dies with the process, whatever kills it; a process id would be used again."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        # A file system that cannot lock a folder only keeps leftovers from being cleared.
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _abandoned(folder: Path) -> bool:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return True
 
 
 def _sync(folder: Path) -> None:
@@ -74,3 +131,13 @@ def _sync(folder: Path) -> None:
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+    _sync_entries(folder)
+
+
+def _sync_entries(folder: Path) -> None:
+    """Make names and renames in `folder` durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

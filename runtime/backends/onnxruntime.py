@@ -24,7 +24,8 @@ _NUMPY_NAMES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tenso
 class OnnxRuntimeBackend:
     """See Backend. threads: intra-op threads, default all cores.
 
-    Raises InputError for an option that is unknown or out of range, BundleError for a graph that cannot be loaded or is not as the manifest says.
+    Raises InputError for an option that is unknown or out of range, BundleError for a graph that cannot be loaded or
+    is not as the manifest says.
     """
 
     name = "onnxruntime"
