@@ -43,6 +43,11 @@ class RingAttentionAttributes:
     def capacity(self) -> int:
         return self.sinks + self.slots
 
+    @property
+    def turns_sinks(self) -> bool:
+        """Whether sinks are met by a query of their own; without sinks the two policies are one."""
+        return self.policy == "streaming" and self.sinks > 0
+
 
 def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray, interleaved: bool) -> np.ndarray:
     """Rotary embedding (RoFormer, arXiv 2104.09864) of the first R entries: x [B,H,T,D]; cos, sin [B,T,R/2]."""

@@ -47,10 +47,8 @@ def _lower(shared: Lowering, ring: RingNode) -> None:
         # TensorRT copies the whole key cache at scale 1.0 and at no other.
         query, scale = into.op("Mul", query, float_constant(into, "f32.two", 2.0)), 0.5
     keys, values = write_rings(into, ring)
-    if ring.attributes.policy == "streaming":
-        mask = _biased_mask(into, shared, ring, keys)
-    else:
-        mask = shared.mask(into, ring, additive=ring.tokens != 1)
+    turned = ring.attributes.turns_sinks
+    mask = _biased_mask(into, shared, ring, keys) if turned else shared.mask(into, ring, additive=ring.tokens != 1)
     attended = into.op("Attention", query, keys, values, mask, scale=scale)
     finish(into, ring, attended, keys, values)
 

@@ -45,7 +45,7 @@ def _lower(shared: Lowering, ring: RingNode) -> None:
     keys, values = write_rings(into, ring)
     scale = float_constant(into, f"f32.scale{a.scale}", a.scale)
     scores = into.op("MatMul", fold_groups(into, ring, ring.input(0)), into.op("Transpose", keys, perm=[0, 1, 3, 2]))
-    if a.policy == "streaming":
+    if a.turns_sinks:
         sinks = into.op("MatMul", fold_groups(into, ring, turn_back(into, ring)), sink_keys(into, ring, keys))
         recent = into.op("Slice", scores, into.ints(a.sinks), into.ints(a.capacity), into.ints(3))
         scores = into.op("Concat", sinks, recent, axis=3)

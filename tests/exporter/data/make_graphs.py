@@ -1,0 +1,33 @@
+"""Writes the golden graph texts next to this file: the smallest RingAttention graph in each lowered form.
+
+Run it from the folder above `tests` after changing a lowering: python -m tests.exporter.data.make_graphs
+"""
+
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+from sinkring.exporter.passes.lower_fused import LowerToFusedAttention
+from sinkring.exporter.passes.lower_grouped import LowerToGroupedAttention
+
+from tests.exporter.ring_case import RingCase, ring_model
+
+_FORMS = {"fused": LowerToFusedAttention, "grouped": LowerToGroupedAttention}
+NAMES = tuple(f"{form}_{policy}" for form in _FORMS for policy in ("native", "streaming"))
+
+
+def path(name: str) -> Path:
+    return Path(__file__).with_name(f"{name}.onnx.txt")
+
+
+def text(name: str) -> str:
+    """The graph FORM_POLICY of S=1, W=2, M=2, T=1, B=1 as ONNX text."""
+    form, policy = name.split("_")
+    model = ring_model(RingCase(sinks=1, window=2, slack=0, tokens=1, heads=2, groups=1, policy=policy))
+    _FORMS[form]()(model)
+    return onnx.printer.to_text(ir.to_proto(model)) + "\n"
+
+
+if __name__ == "__main__":
+    for name in NAMES:
+        path(name).write_text(text(name), encoding="utf-8")
