@@ -7,7 +7,7 @@ must come out of it: plain attention in float64 over the tokens that RingGeometr
 from dataclasses import dataclass
 from functools import cache
 
-import mpmath
+import mpmath  # type: ignore[import-untyped]  # it ships no types
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
@@ -79,7 +79,7 @@ def ring_model(case: RingCase) -> ir.Model:
     }
     inputs = [_value(name, shapes[name]) for name in case.input_names]
     outputs = [_value(name, shapes[like]) for name, like in zip(OUTPUTS, ("query", "key_ring", "value_ring"), strict=True)]
-    attributes = {
+    attributes: dict[str, int | float | str] = {
         "sinks": case.sinks,
         "window": case.window,
         "slots": case.geometry.slots,
