@@ -1,0 +1,28 @@
+"""When logits count as equal, and when as loudly different."""
+
+import numpy as np
+
+# Of the largest logit. Both sides compute in float32 and add the same numbers in another order: some hundred roundings of 6e-8 each on the way
+# through two layers. 3e-6 was seen on tiny models; a wrong token, position or weight is off by more than 1e-2.
+FLOAT32 = 1e-4
+LOUD = 100.0
+
+
+def assert_parity(actual: np.ndarray, expected: np.ndarray, relative: float = FLOAT32, what: str = "logits") -> None:
+    """Every entry within `relative` of the largest expected one; both [..., V]. NaN fails."""
+    assert actual.shape == expected.shape, f"{what}: shape {actual.shape}, expected {expected.shape}"
+    error, scale = np.abs(actual - expected), float(np.abs(expected).max())
+    assert scale > 1, f"{what}: the largest logit is {scale:.2g}; so small that a wrong graph would look right"
+    if not float(error.max()) <= relative * scale:
+        first = int(np.argmax(~(error.reshape(-1, error.shape[-1]).max(axis=-1) <= relative * scale)))
+        raise AssertionError(
+            f"{what}: max error {error.max():.3g}, mean {error.mean():.3g}, first at step {first} of {error.size // error.shape[-1]}; "
+            f"largest logit {scale:.3g}, so a tolerance of {error.max() / scale:.2g} would pass, allowed is {relative:.2g}"
+        )
+
+
+def assert_loudly_wrong(actual: np.ndarray, expected: np.ndarray, what: str, relative: float = FLOAT32) -> None:
+    """A control: what is wrong must miss the tolerance by a factor of LOUD, or the tolerance proves nothing."""
+    assert actual.shape == expected.shape
+    error, scale = float(np.abs(actual - expected).max()), float(np.abs(expected).max())
+    assert not error <= LOUD * relative * scale, f"{what} goes unseen: only {error:.3g} off, the largest logit is {scale:.3g}"
