@@ -5,7 +5,10 @@ import onnx_ir.passes.common as common
 from onnxscript import optimizer
 from onnxscript.rewriter import RewritePass
 from onnxscript.rewriter.rules.fusion import _rms_normalization as rms
+from sinkring.exporter.passes.merge_projections import MergeProjections
+from sinkring.exporter.passes.tied_head import TiedHeadToGemm
 from sinkring.exporter.passes.transpose_weights import StoreWeightsTransposed
+from sinkring.exporter.passes.unit_transposes import UnitTransposesToReshapes
 from sinkring.exporter.targets import Target
 from sinkring.runtime.manifest import Role
 
@@ -14,8 +17,8 @@ FOLD_LIMIT_BYTES = 1 << 14
 
 
 def simplify(model: ir.Model) -> ir.Model:
-    """Target-independent clean-up of a traced graph: transposed weights stored so, shapes and constants folded, norms as one node."""
-    StoreWeightsTransposed()(model)
+    """Target-independent clean-up of a traced graph: weights stored as they are read, constants folded, norms as one node."""
+    ir.passes.Sequential(StoreWeightsTransposed(), TiedHeadToGemm(), MergeProjections())(model)
     optimizer.optimize_ir(model, input_size_limit=FOLD_LIMIT_BYTES, output_size_limit=FOLD_LIMIT_BYTES)
     RewritePass(rms.rms_normalization_rules)(model)
     ir.passes.Sequential(
@@ -34,8 +37,13 @@ def lower_for(target: Target, role: Role, simplified: ir.Model) -> ir.Model:
     model = simplified.clone()
     model.opset_imports[""] = target.opset
     model.ir_version = target.ir_version
-    ir.passes.Sequential(target.attention[role](), common.RemoveUnusedNodesPass(), common.NameFixPass(), common.TopologicalSortPass())(
-        model
-    )
+    ir.passes.Sequential(
+        target.attention[role](),
+        common.ShapeInferencePass(),
+        UnitTransposesToReshapes(),
+        common.RemoveUnusedNodesPass(),
+        common.NameFixPass(),
+        common.TopologicalSortPass(),
+    )(model)
     model.producer_name = "sinkring"
     return model

@@ -57,7 +57,7 @@ def _biased_mask(into: Insertion, shared: Lowering, ring: RingNode, keys: ir.Val
     """[B,H,T,C]: the additive mask with the sinks' bias on its first S columns."""
     a = ring.attributes
     mask = shared.mask(into, ring, additive=True)
-    turned = into.op("Sub", turn_back(into, ring), ring.input(0))
+    turned = into.op("Sub", turn_back(into, ring, ring.input(0)), ring.input(0))
     bias = into.op("MatMul", fold_groups(into, ring, turned), sink_keys(into, ring, keys))
     bias = into.op("Mul", bias, float_constant(into, f"f32.scale{a.scale}", a.scale))
     bias = into.op("Reshape", bias, into.ints(ring.batch, ring.heads, -1, a.sinks))

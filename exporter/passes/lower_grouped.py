@@ -43,13 +43,13 @@ def _lower(shared: Lowering, ring: RingNode) -> None:
     into = Insertion(shared.graph, ring.node)
     a = ring.attributes
     keys, values = write_rings(into, ring)
-    scale = float_constant(into, f"f32.scale{a.scale}", a.scale)
-    scores = into.op("MatMul", fold_groups(into, ring, ring.input(0)), into.op("Transpose", keys, perm=[0, 1, 3, 2]))
+    # The query is small and the scores are not: scale the query, once for both of its turns.
+    query = into.op("Mul", ring.input(0), float_constant(into, f"f32.scale{a.scale}", a.scale))
+    scores = into.op("MatMul", fold_groups(into, ring, query), into.op("Transpose", keys, perm=[0, 1, 3, 2]))
     if a.turns_sinks:
-        sinks = into.op("MatMul", fold_groups(into, ring, turn_back(into, ring)), sink_keys(into, ring, keys))
+        sinks = into.op("MatMul", fold_groups(into, ring, turn_back(into, ring, query)), sink_keys(into, ring, keys))
         recent = into.op("Slice", scores, into.ints(a.sinks), into.ints(a.capacity), into.ints(3))
         scores = into.op("Concat", sinks, recent, axis=3)
-    scores = into.op("Mul", scores, scale)
     mask = shared.mask(into, ring, additive=True)
     if ring.tokens == 1:
         weights = into.op("Softmax", into.op("Add", scores, mask), axis=-1)

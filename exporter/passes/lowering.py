@@ -94,11 +94,9 @@ def write_rings(into: Insertion, ring: RingNode) -> tuple[ir.Value, ir.Value]:
     return updated[0], updated[1]
 
 
-def turn_back(into: Insertion, ring: RingNode) -> ir.Value:
+def turn_back(into: Insertion, ring: RingNode, query: ir.Value) -> ir.Value:
     """[B,H,T,D]: the query as it meets the sinks."""
-    return into.op(
-        "RotaryEmbedding", ring.input(0), ring.input(7), ring.input(8), interleaved=int(ring.attributes.interleaved), **rotary_dim(ring)
-    )
+    return into.op("RotaryEmbedding", query, ring.input(7), ring.input(8), interleaved=int(ring.attributes.interleaved), **rotary_dim(ring))
 
 
 def rotary_dim(ring: RingNode) -> dict[str, int]:

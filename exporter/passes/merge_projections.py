@@ -1,0 +1,60 @@
+"""Products of one input with several weights -> one product and a Split: fewer, larger kernels (query, key, value; gate, up)."""
+
+import itertools
+
+import numpy as np
+import onnx_ir as ir
+from sinkring.exporter.passes.insertion import Insertion, replace_value
+
+
+class MergeProjections(ir.passes.InPlacePass):
+    """Weights must be 2-D initializers [in,out] that nothing else reads. Runs after StoreWeightsTransposed; the merged weight is lazy."""
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph = model.graph
+        products = [node for node in graph if node.op_type == "MatMul" and _weight(node) is not None]
+        groups = [
+            list(group)
+            for _, group in itertools.groupby(sorted(products, key=lambda node: id(node.inputs[0])), key=lambda node: id(node.inputs[0]))
+        ]
+        modified = False
+        for group in groups:
+            if len(group) > 1:
+                _merge(graph, sorted(group, key=list(products).index))
+                modified = True
+        return ir.passes.PassResult(model, modified=modified)
+
+
+def _weight(node: ir.Node) -> ir.Value | None:
+    weight = node.inputs[1]
+    if weight is None or not weight.is_initializer() or weight.const_value is None or len(weight.uses()) != 1:
+        return None
+    return weight if len(weight.const_value.shape) == 2 else None
+
+
+def _merge(graph: ir.Graph, products: list[ir.Node]) -> None:
+    weights = [weight for node in products if (weight := _weight(node)) is not None]
+    tensors = [weight.const_value for weight in weights]
+    rows = int(tensors[0].shape[0])  # type: ignore[union-attr, arg-type]
+    columns = [int(tensor.shape[1]) for tensor in tensors]  # type: ignore[union-attr, arg-type]
+    dtype = tensors[0].dtype  # type: ignore[union-attr]
+    name = "+".join(str(weight.name) for weight in weights)
+    shape = ir.Shape((rows, sum(columns)))
+    tensor = ir.LazyTensor(
+        lambda: ir.tensor(np.concatenate([part.numpy() for part in tensors], axis=1), name=name),  # type: ignore[union-attr]
+        dtype=dtype,
+        shape=shape,
+        name=name,
+    )
+    merged = ir.Value(name=name, shape=shape, type=ir.TensorType(dtype), const_value=tensor)
+    graph.register_initializer(merged)
+    into = Insertion(graph, products[0])
+    product = into.op("MatMul", products[0].inputs[0], merged)
+    parts = into.ops("Split", len(products), product, into.ints(*columns), axis=-1)
+    into.commit()
+    for node, part in zip(products, parts, strict=True):
+        part.shape, part.type = node.outputs[0].shape, node.outputs[0].type
+        replace_value(node.outputs[0], part)
+        graph.remove(node, safe=True)
+    for weight in weights:
+        del graph.initializers[str(weight.name)]
