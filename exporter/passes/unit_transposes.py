@@ -20,7 +20,7 @@ class UnitTransposesToReshapes(ir.passes.InPlacePass):
             if node.op_type == "Reshape" and not over_reshape:
                 continue
             into = Insertion(model.graph, node)
-            shape = into.ints(*(int(size) for size in node.outputs[0].shape))  # type: ignore[union-attr]
+            shape = into.ints(*_sizes(node.outputs[0]))
             flat = into.op("Reshape", producer.inputs[0] if over_reshape and producer is not None else source, shape)
             flat.shape, flat.type = node.outputs[0].shape, node.outputs[0].type
             into.commit()
@@ -38,6 +38,11 @@ def _moves_only_units(node: ir.Node) -> bool:
     source = node.inputs[0]
     if source is None or not _static(source) or source.is_initializer():
         return False
-    shape = [int(size) for size in source.shape]  # type: ignore[union-attr]
+    shape = _sizes(source)
     longer = [axis for axis in node.attributes["perm"].as_ints() if shape[axis] != 1]
     return longer == sorted(longer)
+
+
+def _sizes(value: ir.Value) -> list[int]:
+    assert value.shape is not None, "only values of static shape get here"
+    return [int(size) for size in value.shape]  # type: ignore[arg-type]
