@@ -1,0 +1,183 @@
+"""What a validation found, and when it counts as passed. Every limit of the proof is in this file, with its reason.
+
+1. Every logit of every step is within the tolerance of the oracle's, and finite.
+2. Wherever the oracle's best token is ahead of its second by more than the tolerance, the bundle has the same best token.
+3. The error does not grow with the age of the stream.
+4. The comparison is able to fail: the oracle with a window one token off, or with a sink missing, is far outside the tolerance.
+"""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from sinkring.exporter.divergence import Divergence, Region, Span
+from sinkring.exporter.machine import Machine
+from sinkring.runtime.ring import RingGeometry
+
+# Of the largest |logit|. Two float32 runs that add the same numbers in another order differ by rounding, about 1e-7 of a value at each of
+# some ten operations in each of tens of layers: 1e-5 at worst. SmolLM2 (30 layers, logits up to 44, 1300 steps) measures 7.4e-5 on the
+# logits, 2e-6 of the scale. A wrong key, position or weight is off by 1e-3 and more: the limit lies between.
+RELATIVE_TOLERANCE = {"float32": 1e-4}
+# Old steps attend to more keys than the first ones, and their rounding is allowed to show it; drift, from angles that lose digits or rows
+# that are overwritten too early, is a factor without an upper end. Below this share of the tolerance growth is rounding (see above).
+GROWTH_LIMIT = 3.0
+GROWTH_NOISE = 0.02
+# Twice the tolerance separates the right oracle from a wrong one; more leaves no doubt.
+CONTROL_FACTOR = 3.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """One pass over the ids. kind: "decode" (T = 1) or "chunks" (mixed lengths). targets: those that share the graphs, by file name."""
+
+    kind: str
+    targets: tuple[str, ...]
+    graphs: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} ({', '.join(self.targets)})"
+
+
+@dataclass(frozen=True)
+class Growth:
+    """young, old: mean of the steps' largest errors (logits), while filling and in the last span reached. ratio: old / young."""
+
+    run: str
+    young: float
+    old: float
+    ratio: float
+    grows: bool
+
+
+@dataclass(frozen=True)
+class Control:
+    """A wrong oracle against the bundle. max_error: of the run that came nearest to it, over steps start .. stop-1; must pass `needed`."""
+
+    name: str
+    run: str
+    start: int
+    stop: int
+    max_error: float
+    needed: float
+
+    @property
+    def told_apart(self) -> bool:
+        return self.max_error > self.needed
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The result of `validate_bundle`. regions: one row per run and age. failures: a line per fault, empty if passed.
+
+    scale: the oracle's largest |logit|; tolerance: largest |error| that passes, in logits. ids_sha256: of the ids as little-endian int64.
+    notes: what this validation could not see. versions: packages of this run; made_with: those of the export.
+    """
+
+    bundle: str
+    model: str
+    model_sha256: str
+    policy: str
+    dtype: str
+    geometry: RingGeometry
+    batch: int
+    chunk: int
+    steps: int
+    ids: str
+    ids_sha256: str
+    scale: float
+    tolerance: float
+    runs: tuple[Run, ...]
+    regions: tuple[Region, ...]
+    growth: tuple[Growth, ...]
+    controls: tuple[Control, ...]
+    failures: tuple[str, ...]
+    notes: tuple[str, ...]
+    versions: dict[str, str]
+    made_with: dict[str, str]
+    machine: Machine
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    def to_json(self) -> str:
+        """The whole result, with `passed`. A figure that is not finite is null."""
+        return json.dumps({"passed": self.passed, **_plain(dataclasses.asdict(self))}, indent=2, allow_nan=False) + "\n"
+
+
+def measure_growth(run: str, divergence: Divergence, spans: tuple[Span, ...], tolerance: float) -> Growth | None:
+    """None before the first overwrite, or if a step is not finite (which is a failure of its own)."""
+    if len(spans) < 2 or not divergence.finite.all():
+        return None
+    # Means of the steps' maxima: a single maximum depends on how many steps a span has.
+    young, old = (float(divergence.max_error[span.start : span.stop].mean()) for span in (spans[0], spans[-1]))
+    ratio = old / young if young else math.inf if old else 1.0
+    return Growth(run, young, old, ratio, grows=ratio > GROWTH_LIMIT and old > GROWTH_NOISE * tolerance)
+
+
+def judge_control(name: str, measured: dict[str, Divergence], tolerance: float) -> Control:
+    """measured: by run, the figures against the wrong oracle. A step that is not finite tells nothing apart."""
+    nearest = min(measured, key=lambda run: _finite_max(measured[run]))
+    figures = measured[nearest]
+    stop = figures.first + len(figures.expected)
+    return Control(name, nearest, figures.first, stop, _finite_max(figures), CONTROL_FACTOR * tolerance)
+
+
+def find_failures(
+    regions: tuple[Region, ...], growth: tuple[Growth, ...], controls: tuple[Control, ...], tolerance: float, scale: float
+) -> tuple[str, ...]:
+    """One line per fault, the gravest first."""
+    lines = []
+    for row in regions:
+        where = f"{row.run}, {row.region} (positions {row.start}..{row.stop - 1})"
+        if row.non_finite_steps:
+            lines.append(f"{where}: {row.non_finite_steps} of {row.steps} steps have logits that are NaN or infinite")
+        elif row.max_error > tolerance:
+            lines.append(
+                f"{where}: max error {row.max_error:.3g} at position {row.max_error_position}, mean {row.mean_error:.3g}, tolerance "
+                f"{tolerance:.3g}; the first step past it is position {row.first_divergence}; a tolerance of {row.max_error:.3g}, "
+                f"{row.max_error / scale:.2g} of the largest logit, would pass"
+            )
+        if row.top1_decided is not None and row.top1_decided < 1:
+            wrong = round((1 - row.top1_decided) * row.decided_steps)
+            lines.append(
+                f"{where}: the best token differs in {wrong} of the {row.decided_steps} steps where the oracle's is ahead by more than "
+                f"{tolerance:.3g}; all must agree"
+            )
+    for found in growth:
+        if found.grows:
+            lines.append(
+                f"{found.run}: the error grows with age, from {found.young:.3g} a step while filling to {found.old:.3g} at the end, "
+                f"{found.ratio:.2g} times; at most {GROWTH_LIMIT:g} times is rounding"
+            )
+    for control in controls:
+        if control.told_apart:
+            continue
+        if any(row.run == control.run and (row.non_finite_steps or row.max_error > tolerance) for row in regions):
+            if control.max_error <= tolerance:
+                lines.append(
+                    f"{control.run}: behaves as if made with {control.name} (error {control.max_error:.3g} against such an oracle)"
+                )
+        else:
+            lines.append(
+                f"control {control.name}: is only {control.max_error:.3g} away from the bundle ({control.run}), expected more than "
+                f"{control.needed:.3g}: this text can't tell a wrong window or sink from a right one; validate with more steps"
+            )
+    return tuple(lines)
+
+
+def _finite_max(figures: Divergence) -> float:
+    finite = figures.max_error[figures.finite]
+    return float(np.max(finite)) if finite.size else 0.0
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
