@@ -7,8 +7,9 @@ import argparse
 import hashlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from multiprocessing import get_context
@@ -81,14 +82,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (%(default)s)")
     args = parser.parse_args()
     try:
-        demonstrate(args.bundle, args.tokens, args.steps, args.seed)
+        return 0 if demonstrate(args.bundle, args.tokens, args.steps, args.seed) else 1
     except SinkringError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
-def demonstrate(bundle: Path, tokens: int, steps: int, seed: int) -> None:
+def demonstrate(bundle: Path, tokens: int, steps: int, seed: int) -> bool:
+    """Whether the bundle agrees with eager PyTorch."""
     # Exporting and building load torch and TensorRT: done in processes of their own, so that the memory measured is the runtime's alone.
     if reason := why_export(bundle):
         step(f"export {MODEL}: {reason}")
@@ -105,12 +106,24 @@ def demonstrate(bundle: Path, tokens: int, steps: int, seed: int) -> None:
     step(f"validate {steps} steps against eager PyTorch")
     from sinkring.exporter import validate_bundle  # Loads torch: not before the memory has been measured.
 
-    validation = validate_bundle(bundle, steps=steps)
+    with progress_bar() as show:
+        validation = validate_bundle(bundle, steps=steps, progress=show)
     console.print(summary(bundle, streamed, validation))
+    for failure in validation.failures:
+        print(f"demo: {failure}", file=sys.stderr)
+    return validation.passed
 
 
 def step(text: str) -> None:
     console.print(f"[bold]>> {text}[/bold]", highlight=False)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar to move with (stage, steps done, steps in all)."""
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda stage, done, steps: progress.update(task, description=stage, completed=done, total=steps)
 
 
 def in_child(work: Callable[..., None], *arguments: Any) -> None:
@@ -157,12 +170,7 @@ def missing_engines(bundle: Path) -> tuple[int, ...]:
 def build(bundle: Path, sms: tuple[int, ...]) -> None:
     from sinkring.exporter import build_engine
 
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("engines", total=None)
-
-        def show(phase: str, done: int, steps: int) -> None:
-            progress.update(task, description=phase, completed=done, total=steps)
-
+    with progress_bar() as show:
         reports = build_engine(bundle, target=TARGET, sm=sms, progress=show)
     for report in reports:
         console.print(f"   {report.engine_path}: {report.engine_bytes / 2**20:.1f} MiB in {report.build_s:.1f} s", highlight=False)
@@ -207,7 +215,11 @@ def summary(bundle: Path, streamed: Streamed, validation: Any) -> Table:
         ("cache", f"{streamed.cache_bytes:,} bytes, the same at every age"),
         ("resident memory", f"{mebibytes(start.resident_bytes)} at the start, {mebibytes(end.resident_bytes)} at the end"),
         ("without mapped weights", f"{mebibytes(start.own_bytes)} at the start, {mebibytes(end.own_bytes)} at the end"),
-        ("against eager PyTorch", f"largest logit difference {validation.max_difference:.2e}"),
+        (
+            "against eager PyTorch",
+            f"{'agrees' if validation.passed else 'DIFFERS'} over {validation.steps} steps: largest logit difference "
+            f"{max(region.max_error for region in validation.regions):.2e}, {validation.tolerance:.2e} would pass",
+        ),
     ):
         table.add_row(name, value)
     return table
