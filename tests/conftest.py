@@ -49,6 +49,36 @@ def bare_runtime_venv(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> 
     return bare
 
 
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a random Llama: 2 layers, D = 8, V = 97."""
+    from tests.models.tiny import tiny_llama
+
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    tiny_llama().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """Bundle of `tiny_model`, one row: S = 2, W = 4, chunk 4, and C = 16, so it wraps within 16 tokens. Read only: copy it to damage it."""
+    return _export_tiny(tmp_path_factory, tiny_model, batch=1)
+
+
+@pytest.fixture(scope="session")
+def tiny_bundle_of_three(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """As `tiny_bundle`, with three rows."""
+    return _export_tiny(tmp_path_factory, tiny_model, batch=3)
+
+
+def _export_tiny(factory: pytest.TempPathFactory, model: Path, batch: int) -> Path:
+    from sinkring.exporter.export import export_decoder
+
+    out = factory.mktemp("tiny") / f"bundle{batch}"
+    export_decoder(model, out, sinks=2, window=4, chunk=4, batch=batch)
+    return out
+
+
 def run(*command: str, timeout_seconds: float = 600) -> str:
     # Outside the repository, and without what would let the tree or this environment shine through.
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
