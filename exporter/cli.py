@@ -1,0 +1,34 @@
+"""`sinkring`: the entry point. Light, so that it can say what is missing; the commands are declared in `cli_commands`."""
+
+import io
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from sinkring.exporter.cli_faults import USER_ERROR, one_line_faults
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; `arguments` default to those of the process. Returns the exit status.
+
+    0: done. 1: a validation that failed. 2: an error the user can mend, on one line of stderr. 130: interrupted.
+    """
+    # Looked for, not imported: rich is slow to load and `--help` does without.
+    if not all(map(find_spec, ("typer", "rich"))):
+        print("error: the command line needs typer and rich: pip install 'sinkring[cli]'", file=sys.stderr)
+        return USER_ERROR
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A locale that lacks a character must not end a stream.
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        with one_line_faults():
+            from sinkring.exporter.cli_commands import app
+
+            app(arguments, prog_name="sinkring")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,211 @@
+"""The commands and their options. Each is one call of the library and a print; what is heavy is imported inside."""
+
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from sinkring.exporter.cli_faults import needs_extra, one_line_faults
+from sinkring.exporter.cli_output import print_facts, print_json, print_table, progress_bars, quiet_exporter, stage_status
+from typer.core import TyperGroup
+
+VALIDATION_FAILED = 1
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        # Inside typer's own handling, which knows other exit statuses for Ctrl-C and a closed pipe.
+        with one_line_faults():
+            return super().invoke(ctx)
+
+
+app = typer.Typer(
+    name="sinkring",
+    cls=_Commands,
+    help="Run a trained decoder for ever in fixed memory: export it, build engines, run it, prove it.",
+    no_args_is_help=True,
+    add_completion=False,
+    # Plain help and plain errors: rich takes as long to load as all the rest.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+BundleArgument = Annotated[Path, typer.Argument(metavar="BUNDLE", help="Folder made by `sinkring export`.", show_default=False)]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
+
+
+@app.command("export")
+def export_command(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder, .gguf file, or a known name: smollm2.")],
+    out: Annotated[Path, typer.Option(help="Folder of the new bundle.", show_default=False)],
+    policy: Annotated[str, typer.Option(help="Positions: streaming (sinks stay near, no end) or native (as trained).")] = "streaming",
+    sinks: Annotated[int, typer.Option(help="First tokens of a stream that are kept for ever.")] = 4,
+    window: Annotated[int, typer.Option(help="Recent tokens that each token sees, itself included.")] = 256,
+    chunk: Annotated[int, typer.Option(help="Tokens of a prompt that are read in one call.")] = 64,
+    batch: Annotated[int, typer.Option(help="Streams side by side.")] = 1,
+    dtype: Annotated[str, typer.Option(help="Numbers in weights and caches: fp32.")] = "fp32",
+    slack: Annotated[int, typer.Option(help="Tokens that can be rolled back.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a bundle that is there.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Turn a trained decoder into a bundle: ring graphs, weights, tokenizer, manifest."""
+    with needs_extra("export", "export"):
+        from sinkring.exporter.export import export_decoder
+    began = time.perf_counter()
+    with stage_status() as progress, quiet_exporter():
+        manifest = export_decoder(
+            model,
+            out,
+            policy=policy,  # type: ignore[arg-type]  # checked there, with a message that names the choices
+            sinks=sinks,
+            window=window,
+            chunk=chunk,
+            batch=batch,
+            slack=slack,
+            dtype=dtype,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    seconds = round(time.perf_counter() - began, 1)
+    if as_json:
+        print_json({"bundle": str(out), "seconds": seconds, "cache_bytes": manifest.cache_bytes, "manifest": dataclasses.asdict(manifest)})
+        return
+    geometry = manifest.rings[0].geometry
+    print_facts(
+        {
+            "policy": manifest.policy,
+            "ring": f"S={geometry.sinks_tokens} W={geometry.window_tokens} M={geometry.slots} C={geometry.capacity}, B={manifest.batch}",
+            "weights": f"{manifest.model.weight_bytes:,} bytes",
+            "cache": f"{manifest.cache_bytes:,} bytes at every age",
+            "graphs": ", ".join(sorted({graph.path for graph in manifest.graphs})),
+            "seconds": seconds,
+        },
+        title=f"{out}",
+    )
+
+
+@app.command("build")
+def build_command(
+    bundle: BundleArgument,
+    target: Annotated[str, typer.Option(help="tensorrt-rtx (needs no GPU) or tensorrt (for the GPU that is present).")] = "tensorrt-rtx",
+    sm: Annotated[
+        str | None,
+        typer.Option(help="Compute capabilities as 10 x major + minor, with commas: 89,120. Default 89, or the GPU.", show_default=False),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Build engines from a bundle and check their plans."""
+    sms = None if sm is None else parse_sms(sm)
+    with needs_extra("export", "build"):
+        from sinkring.exporter.build import build_engine
+    from sinkring.exporter.cli_inspect import print_engines
+    from sinkring.exporter.engine_summary import EngineSummary
+
+    with progress_bars() as progress:
+        built = build_engine(bundle, target, sms, progress=progress)
+    reports = [json.loads(report.to_json()) for report in built]
+    if as_json:
+        print_json({"bundle": str(bundle), "engines": reports})
+        return
+    print_engines([EngineSummary.from_report(report, report["engine_path"]) for report in reports])
+
+
+@app.command("run")
+def run_command(
+    bundle: BundleArgument,
+    prompt: Annotated[str | None, typer.Option(help="Text to go on from. Default: stdin.", show_default=False)] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Answer each line of stdin, in one stream without end.")] = False,
+    tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens that make up this probability.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this part of the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End at this text; may be given again.", show_default=False)
+    ] = None,
+    backend: Annotated[str, typer.Option(help="What runs the graphs: onnxruntime.")] = "onnxruntime",
+    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: all cores.", show_default=False)] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue a text, or chat, for as long as you like in constant memory."""
+    with needs_extra("cli", "run"):
+        from sinkring.exporter.cli_run import RunOptions, run_chat, run_prompt
+    from sinkring.runtime.errors import InputError
+    from sinkring.runtime.sampling import SamplingOptions
+
+    sampling = SamplingOptions(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
+    )
+    options = RunOptions(tokens, sampling, tuple(stop or ()), backend, threads, as_json)
+    if chat and prompt is not None:
+        raise InputError("--prompt and --chat are given: a chat takes its turns from stdin; leave one of them out")
+    if chat:
+        run_chat(bundle, options)
+    else:
+        run_prompt(bundle, prompt, options)
+
+
+@app.command("validate")
+def validate_command(
+    bundle: BundleArgument,
+    steps: Annotated[int, typer.Option(help="Tokens to compare.")] = 1024,
+    model: Annotated[
+        str | None, typer.Option(metavar="SOURCE", help="Where the model is now. Default: as exported.", show_default=False)
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Prove a bundle against eager PyTorch, step by step and past the ring's wraps. Exit status 1 if it fails."""
+    with needs_extra("export", "validate"):
+        from sinkring.exporter.validate import validate_bundle
+    from sinkring.exporter.cli_validate import print_validation
+
+    with progress_bars() as progress:
+        found = validate_bundle(bundle, steps, model=model, progress=progress)
+    if as_json:
+        print_json(json.loads(found.to_json()))
+    else:
+        print_validation(found)
+    if not found.passed:
+        raise typer.Exit(VALIDATION_FAILED)
+
+
+@app.command("inspect")
+def inspect_command(bundle: BundleArgument, as_json: JsonOption = False) -> None:
+    """Show what a bundle holds, and hold its parts against one another."""
+    with needs_extra("export", "inspect"):
+        from sinkring.exporter.inspect import inspect_bundle
+    from sinkring.exporter.cli_inspect import print_inspection
+
+    found = inspect_bundle(bundle)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        print_inspection(found)
+
+
+@app.command("doctor")
+def doctor_command(as_json: JsonOption = False) -> None:
+    """Show what this machine has, what it lacks, and how to get it."""
+    from sinkring.exporter.doctor import diagnose
+
+    found = diagnose()
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        print_table(("item", "state", "found", "advice"), [(row.item, row.state, row.found, row.advice) for row in found.rows()])
+
+
+def parse_sms(text: str) -> tuple[int, ...]:
+    """ "89,120" -> (89, 120), each once. Raises InputError that names the part that is no number."""
+    from sinkring.runtime.errors import InputError
+
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not (part.isascii() and part.isdigit()):
+            raise InputError(f"--sm {text!r}: {part!r} is not a compute capability; write 10 x major + minor, with commas between: 89,120")
+    return tuple(dict.fromkeys(map(int, parts)))
