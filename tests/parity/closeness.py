@@ -2,8 +2,8 @@
 
 import numpy as np
 
-# Of the largest logit. Both sides compute in float32 and add the same numbers in another order: some hundred roundings of 6e-8 each on the way
-# through two layers. 3e-6 was seen on tiny models; a wrong token, position or weight is off by more than 1e-2.
+# Of the largest logit. Both sides compute in float32 and add the same numbers in another order: some hundred roundings of 6e-8 each on
+# the way through two layers. 3e-6 was seen on tiny models; a wrong token, position or weight is off by more than 1e-2.
 FLOAT32 = 1e-4
 LOUD = 100.0
 
@@ -21,8 +21,8 @@ def assert_parity(actual: np.ndarray, expected: np.ndarray, relative: float = FL
         )
 
 
-def assert_loudly_wrong(actual: np.ndarray, expected: np.ndarray, what: str, relative: float = FLOAT32) -> None:
-    """A control: what is wrong must miss the tolerance by a factor of LOUD, or the tolerance proves nothing."""
+def assert_loudly_wrong(actual: np.ndarray, expected: np.ndarray, what: str, times: float = LOUD) -> None:
+    """A control: what is wrong must miss the tolerance by a factor of `times`, or the tolerance proves nothing."""
     assert actual.shape == expected.shape
     error, scale = float(np.abs(actual - expected).max()), float(np.abs(expected).max())
-    assert not error <= LOUD * relative * scale, f"{what} goes unseen: only {error:.3g} off, the largest logit is {scale:.3g}"
+    assert not error <= times * FLOAT32 * scale, f"{what} goes unseen: only {error:.3g} off, the largest logit is {scale:.3g}"

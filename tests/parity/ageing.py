@@ -1,0 +1,41 @@
+"""A stream made old without feeding it: its state as it would be, had it begun `tokens` tokens earlier with the same text in the window.
+
+Written from the definition of the cache alone: keys lie rotated by their absolute position, so ageing turns them further. The angle is
+reduced to one turn with 60 digits, the keys are turned in float64.
+"""
+
+import mpmath  # type: ignore[import-untyped]  # it ships no types
+import numpy as np
+from sinkring.runtime.ring import RingGeometry
+from sinkring.runtime.stream import Stream
+
+from tests.parity.tiny_bundles import TinyBundle
+
+
+def shift_towards(geometry: RingGeometry, now: int, age: int) -> int:
+    """The smallest multiple of M, so that every token keeps its slot, that brings position `now` to `age` or later."""
+    return -(-(age - now) // geometry.slots) * geometry.slots
+
+
+def make_older(bundle: TinyBundle, stream: Stream, tokens: int) -> None:
+    """Move a stream whose window is full on by `tokens`, a multiple of M. Under the streaming policy its sinks stay where they are."""
+    geometry = bundle.geometry
+    assert tokens % geometry.slots == 0
+    assert stream.position >= geometry.capacity, "the window must be full"
+    first = geometry.sinks_tokens if bundle.export.policy == "streaming" else 0
+    cos, sin = exact_turn(bundle.model.model.rotary_emb.inv_freq.numpy(), tokens)
+    backend = stream._decoder.backend
+    state = backend.read_row(stream.row)
+    for name, ring in state.items():
+        if name.endswith(".k"):
+            one, two = np.split(ring[:, :, first:].astype(np.float64), 2, axis=-1)
+            ring[:, :, first:] = np.concatenate([one * cos - two * sin, two * cos + one * sin], axis=-1)
+    backend.write_row(stream.row, state)
+    stream._fed += tokens
+
+
+def exact_turn(inv_freq: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin of tokens * inv_freq, float64 [R/2]; inv_freq radians per token, its float32 values taken as exact."""
+    with mpmath.workdps(60):
+        angles = [mpmath.mpf(tokens) * mpmath.mpf(float(frequency)) for frequency in inv_freq]
+        return np.array([float(mpmath.cos(a)) for a in angles]), np.array([float(mpmath.sin(a)) for a in angles])
