@@ -23,7 +23,7 @@ def new_bundle(out: Path) -> Iterator[Path]:
     """
     # A link to a bundle keeps pointing to it: what is replaced is the folder.
     out = out.resolve()
-    _check_replaceable(out)
+    check_replaceable(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(out)
     part = out.parent / f".{out.name}.{secrets.token_hex(4)}.part"
@@ -33,10 +33,18 @@ def new_bundle(out: Path) -> Iterator[Path]:
             yield part
             _sync(part)
             # Exporting takes minutes, in which something else may have come to stand there.
-            _check_replaceable(out)
+            check_replaceable(out)
             _put_in_place(part, out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def check_replaceable(out: Path) -> None:
+    """Raises BundleError if `out` is there and neither a bundle nor an empty folder: nothing else is ever removed."""
+    if out.exists() and not out.is_dir():
+        raise BundleError(f"{out}: is a file, not a folder; give another --out")
+    if out.is_dir() and any(out.iterdir()) and not _is_bundle(out):
+        raise BundleError(f"{out}: exists and is not a sinkring bundle; it is left alone, give another --out or remove it")
 
 
 def describe_file(bundle: Path, path: str) -> File:
@@ -61,17 +69,9 @@ def replace_text(path: Path, text: str) -> None:
         beside.unlink(missing_ok=True)
 
 
-def _check_replaceable(out: Path) -> None:
-    """Nothing is ever removed but a bundle: other programs, too, call a file manifest.json."""
-    if out.exists() and not out.is_dir():
-        raise BundleError(f"{out}: is a file, not a folder; give another --out")
-    if out.is_dir() and any(out.iterdir()) and not _is_bundle(out):
-        raise BundleError(f"{out}: exists and is not a sinkring bundle; it is left alone, give another --out or remove it")
-
-
 def _is_bundle(folder: Path) -> bool:
     manifest = folder / MANIFEST_NAME
-    # By its mark alone: a bundle that is damaged or of another version may be replaced.
+    # By its mark: other programs, too, call a file manifest.json, and a bundle of another version may be replaced.
     return manifest.is_file() and f'"{FORMAT}"'.encode() in manifest.read_bytes()
 
 
@@ -135,9 +135,10 @@ def _sync(folder: Path) -> None:
 
 
 def _sync_entries(folder: Path) -> None:
-    """Make names and renames in `folder` durable."""
+    """Make names and renames in `folder` durable, where the file system can."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with suppress(OSError):
+            os.fsync(handle)
     finally:
         os.close(handle)
