@@ -38,8 +38,8 @@ class LiveLine:
         if rows < 3:
             return
         if rows != self._rows:
-            # The new line and the step back make room if the cursor stands on the row that is taken away.
-            self._write(f"\n\x1b[A\x1b7\x1b[1;{rows - 1}r\x1b8")
+            # One row down (IND, which keeps the column) and up again makes room if the cursor stands on the row that is taken away.
+            self._write(f"\x1bD\x1b[A\x1b7\x1b[1;{rows - 1}r\x1b8")
             self._rows = rows
         self._write(f"\x1b7\x1b[{rows};1H\x1b[2K\x1b[7m{line()[:columns]}\x1b[0m\x1b8")
 

@@ -212,7 +212,7 @@ def test_a_terminal_gets_a_live_line_and_is_left_as_it_was(speaking_bundle: Path
     assert live.endswith("\x1b7\x1b[r\x1b[24;1H\x1b[2K")
     assert summary.startswith("position ")
     # And between the sequences stands the text, whole.
-    written = re.sub(r"\n\x1b\[A\x1b7\x1b\[1;23r\x1b8|\x1b7.*?\x1b8", "", (live + back).replace("\r\n", "\n"))
+    written = re.sub(r"\x1bD\x1b\[A\x1b7\x1b\[1;23r\x1b8|\x1b7.*?\x1b8", "", (live + back).replace("\r\n", "\n"))
     assert written == 100 * FOLLOWING + "\n"
 
 
