@@ -23,17 +23,17 @@ from tests.exporter.invoke_cli import invoke, spawn
 COMMANDS = ("export", "build", "run", "validate", "inspect", "doctor")
 
 
-def test_help_is_quick_and_names_every_command() -> None:
-    def once() -> tuple[float, bytes]:
+def test_help_names_every_command_and_is_quick() -> None:
+    fastest = float("inf")
+    for _ in range(10):
         began = time.perf_counter()
         out, _ = spawn("--help").communicate(timeout=60)
-        return time.perf_counter() - began, out
-
-    runs = [once() for _ in range(5)]
-    out = runs[0][1].decode()
-    assert all(f"\n  {command} " in out for command in COMMANDS)
-    # The best of five: the machine may be busy with other things.
-    assert min(seconds for seconds, _ in runs) < 0.3
+        fastest = min(fastest, time.perf_counter() - began)
+        assert all(f"\n  {command} " in out.decode() for command in COMMANDS)
+        # One quick run is the proof: the others shared the machine with something else.
+        if fastest < 0.3:
+            return
+    pytest.fail(f"the fastest of ten runs took {fastest:.2f} s, at most 0.3 s is wanted")
 
 
 def test_help_loads_nothing_heavy() -> None:
