@@ -17,7 +17,7 @@ from sinkring.exporter.expected_logits import Expected, Progress, compute_expect
 from sinkring.exporter.machine import describe_machine
 from sinkring.exporter.reference_text import read_reference_ids
 from sinkring.exporter.verdict import RELATIVE_TOLERANCE, Run, Validation, find_failures, judge_control, measure_growth
-from sinkring.runtime.bundle import check_files
+from sinkring.runtime.bundle import check_consistent, check_files
 from sinkring.runtime.decoder import Decoder, open_bundle
 from sinkring.runtime.errors import BundleError, InputError, UnsupportedError
 from sinkring.runtime.manifest import Manifest
@@ -44,7 +44,9 @@ def validate_bundle(
     if steps < 1:
         raise InputError(f"steps={steps}: must be 1 or more")
     manifest = Manifest.read(path)
+    # Before the oracle's minutes, not after.
     check_files(path, manifest)
+    check_consistent(path, manifest)
     geometry = _only_ring(path, manifest)
     if manifest.dtype not in RELATIVE_TOLERANCE:
         raise UnsupportedError(f"{path}: no tolerance is known for dtype {manifest.dtype}, only for {', '.join(RELATIVE_TOLERANCE)}")

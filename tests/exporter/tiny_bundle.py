@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from sinkring.exporter.bundle_writer import describe_file
 from sinkring.exporter.export import export_decoder
 from sinkring.runtime.manifest import MANIFEST_NAME
@@ -19,6 +20,13 @@ def export_tiny(folder: Path, model: PreTrainedModel | None = None, **options: A
     (model or tiny_llama()).save_pretrained(folder / "model")
     export_decoder(folder / "model", folder / "bundle", **options)
     return folder / "bundle"
+
+
+def shared_tiny(folders: pytest.TempPathFactory, **options: Any) -> Path:
+    """export_tiny of the default model, made once for all test files: leave it as it is."""
+    name = "-".join(str(options[key]) for key in sorted(options))
+    folder = folders.getbasetemp() / "shared-tiny" / name
+    return folder / "bundle" if folder.exists() else export_tiny(folder, **options)
 
 
 def broken_copy(bundle: Path, out: Path, change: Callable[[dict[str, Any]], None]) -> Path:
