@@ -186,7 +186,11 @@ class Manifest:
         path = bundle / MANIFEST_NAME
         if not path.is_file():
             raise BundleError(f"{bundle}: has no {MANIFEST_NAME}, so it is not a sinkring bundle; make one with `sinkring export`")
-        return cls.from_json(path.read_text(encoding="utf-8"), str(path))
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise BundleError(f"{path}: not UTF-8 text ({error}); the bundle is damaged, export again") from None
+        return cls.from_json(text, str(path))
 
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
