@@ -28,9 +28,6 @@ from sinkring.runtime.text import IncrementalDecoder, TextCodec
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "smollm2"
 OPTIONS: dict[str, Any] = {"policy": "streaming", "sinks": 4, "window": 256, "chunk": 64, "batch": 1, "dtype": "fp32"}
-RING_SLOTS = OPTIONS["window"] + OPTIONS["chunk"] - 1
-# A ring has wrapped twice once every slot has been written a third time.
-SECOND_WRAP_TOKENS = OPTIONS["sinks"] + 2 * RING_SLOTS
 TARGET, SMS = "tensorrt-rtx", (89, 120)
 
 # One stream all along: when an answer ends, the next question is fed behind it.
@@ -75,9 +72,7 @@ class Streamed:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bundle", type=Path, default=ROOT / "bundles" / MODEL, help="where the bundle lies or is made (%(default)s)")
-    parser.add_argument(
-        "--tokens", type=int, default=800, help=f"length of the stream; the second wrap is at {SECOND_WRAP_TOKENS} (%(default)s)"
-    )
+    parser.add_argument("--tokens", type=int, default=800, help="length of the stream, past the second wrap of its ring (%(default)s)")
     parser.add_argument("--steps", type=int, default=700, help="tokens to compare with eager PyTorch (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (%(default)s)")
     args = parser.parse_args()
@@ -101,7 +96,8 @@ def demonstrate(bundle: Path, tokens: int, steps: int, seed: int) -> bool:
         in_child(build, bundle, missing)
     else:
         step("build engines: up to date")
-    step(f"stream {tokens} tokens through {OPTIONS['sinks']} sinks and {RING_SLOTS} ring slots")
+    ring = Manifest.read(bundle).rings[0].geometry
+    step(f"stream {tokens} tokens through {ring.sinks_tokens} sinks and {ring.slots} ring slots")
     streamed = stream_text(bundle, tokens, seed)
     step(f"validate {steps} steps against eager PyTorch")
     from sinkring.exporter import validate_bundle  # Loads torch: not before the memory has been measured.
@@ -210,7 +206,10 @@ def summary(bundle: Path, streamed: Streamed, validation: Any) -> Table:
     table = Table(show_header=False, title=f"{MODEL}, {OPTIONS['policy']} policy, {OPTIONS['dtype']}")
     for name, value in (
         ("bundle", shown(bundle)),
-        ("stream", f"{streamed.stream_tokens} tokens long, {streamed.generated_tokens} generated; second wrap at {SECOND_WRAP_TOKENS}"),
+        (
+            "stream",
+            f"{streamed.stream_tokens} tokens long, {streamed.generated_tokens} generated; second wrap at {second_wrap_tokens(bundle)}",
+        ),
         ("speed", f"{streamed.generated_tokens / streamed.seconds:.1f} tokens/s with ONNX Runtime on this CPU, printing included"),
         ("cache", f"{streamed.cache_bytes:,} bytes, the same at every age"),
         ("resident memory", f"{mebibytes(start.resident_bytes)} at the start, {mebibytes(end.resident_bytes)} at the end"),
@@ -223,6 +222,12 @@ def summary(bundle: Path, streamed: Streamed, validation: Any) -> Table:
     ):
         table.add_row(name, value)
     return table
+
+
+def second_wrap_tokens(bundle: Path) -> int:
+    """Length of a stream that has begun to write every ring slot a third time."""
+    ring = Manifest.read(bundle).rings[0].geometry
+    return ring.sinks_tokens + 2 * ring.slots
 
 
 def mebibytes(count: int) -> str:
