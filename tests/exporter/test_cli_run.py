@@ -195,7 +195,7 @@ def test_a_terminal_gets_a_live_line_and_is_left_as_it_was(speaking_bundle: Path
     termios.tcsetwinsize(theirs, (24, 80))
     # stdout is the same screen.
     options = {"stdout": theirs, "stderr": theirs, "env": {**os.environ, "TERM": "xterm"}}
-    process = spawn("run", speaking_bundle, "--prompt", "a", "--tokens", 100 * LAP_TOKENS, **options)
+    process = spawn("run", speaking_bundle, "--prompt", "a", "--tokens", 1000 * LAP_TOKENS, **options)
     os.close(theirs)
     screen = b""
     while select.select([ours], [], [], 60)[0]:
@@ -207,13 +207,13 @@ def test_a_terminal_gets_a_live_line_and_is_left_as_it_was(speaking_bundle: Path
     assert process.wait(60) == 0
     text = screen.decode()
     live, back, summary = text.rpartition("\x1b8")
-    assert re.search(r"\x1b\[24;1H\x1b\[2K\x1b\[7mposition \d+   \d+\.\d tokens/s   cache 8,192 bytes\x1b\[0m\x1b8", text)
+    assert re.search(r"\x1b\[24;1H\x1b\[2K\x1b\[7mposition [\d,]+   \d+\.\d tokens/s   cache 8,192 bytes\x1b\[0m\x1b8", text)
     # The last sequence gives the whole screen back to scrolling and clears the line.
     assert live.endswith("\x1b7\x1b[r\x1b[24;1H\x1b[2K")
     assert summary.startswith("position ")
     # And between the sequences stands the text, whole.
     written = re.sub(r"\x1bD\x1b\[A\x1b7\x1b\[1;23r\x1b8|\x1b7.*?\x1b8", "", (live + back).replace("\r\n", "\n"))
-    assert written == 100 * FOLLOWING + "\n"
+    assert written == 1000 * FOLLOWING + "\n"
 
 
 def test_no_live_line_without_a_terminal(speaking_bundle: Path) -> None:
