@@ -1,7 +1,5 @@
 """Products of one input with several weights -> one product and a Split: fewer, larger kernels (query, key, value; gate, up)."""
 
-import itertools
-
 import numpy as np
 import onnx_ir as ir
 from sinkring.exporter.passes.insertion import Insertion, replace_value
@@ -12,17 +10,14 @@ class MergeProjections(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
-        products = [node for node in graph if node.op_type == "MatMul" and _weight(node) is not None]
-        groups = [
-            list(group)
-            for _, group in itertools.groupby(sorted(products, key=lambda node: id(node.inputs[0])), key=lambda node: id(node.inputs[0]))
-        ]
-        modified = False
-        for group in groups:
-            if len(group) > 1:
-                _merge(graph, sorted(group, key=list(products).index))
-                modified = True
-        return ir.passes.PassResult(model, modified=modified)
+        by_input: dict[ir.Value, list[ir.Node]] = {}
+        for node in graph:
+            if node.op_type == "MatMul" and node.inputs[0] is not None and _weight(node) is not None:
+                by_input.setdefault(node.inputs[0], []).append(node)
+        groups = [products for products in by_input.values() if len(products) > 1]
+        for products in groups:
+            _merge(graph, products)
+        return ir.passes.PassResult(model, modified=bool(groups))
 
 
 def _weight(node: ir.Node) -> ir.Value | None:
