@@ -88,3 +88,16 @@ def run(*command: str, timeout_seconds: float = 600) -> str:
     if result.returncode:
         pytest.fail(f"exit status {result.returncode} from {' '.join(command[:6])} ...\n{result.stdout[-2000:]}\n{result.stderr[-4000:]}")
     return result.stdout
+
+
+@pytest.fixture(scope="session")
+def smollm2_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Bundle of SmolLM2-135M-Instruct, streaming: S = 4, W = 64, chunk 32, and M = 100, so that 400 tokens see three wraps.
+
+    For tests marked real_weights. Read only: copy its manifest to change anything.
+    """
+    from sinkring.exporter.export import export_decoder
+
+    out = tmp_path_factory.mktemp("smollm2") / "bundle"
+    export_decoder("smollm2", out, policy="streaming", sinks=4, window=64, chunk=32)
+    return out

@@ -8,7 +8,7 @@ from tests.parity.tiny_bundles import TinyBundle, export_tiny
 
 
 @pytest.fixture(scope="session")
-def tiny_bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], TinyBundle]]:
+def parity_bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], TinyBundle]]:
     """Call it with a name from EXPORTS."""
     made: dict[str, TinyBundle] = {}
 

@@ -35,8 +35,8 @@ def continue_at_age(bundle: TinyBundle, decoder: Decoder, ids: np.ndarray, young
 @every_target
 @every_bundle
 @pytest.mark.parametrize("age", AGES, ids=["1e3", "1e6", "2^24+1", "2^40"])
-def test_age_does_not_matter(tiny_bundle: Bundles, name: str, target: str, age: int) -> None:
-    bundle = tiny_bundle(name)
+def test_age_does_not_matter(parity_bundle: Bundles, name: str, target: str, age: int) -> None:
+    bundle = parity_bundle(name)
     young = bundle.geometry.capacity + 3
     ids = text(young + 3 * bundle.geometry.slots + 2, seed=3)
     tokens = shift_towards(bundle.geometry, young, age)
@@ -47,8 +47,8 @@ def test_age_does_not_matter(tiny_bundle: Bundles, name: str, target: str, age: 
 
 @every_target
 @pytest.mark.parametrize("age", AGES[1:], ids=["1e6", "2^24+1", "2^40"])
-def test_an_old_native_stream_is_the_dense_model_at_those_positions(tiny_bundle: Bundles, target: str, age: int) -> None:
-    bundle = tiny_bundle("chunk 4 native")
+def test_an_old_native_stream_is_the_dense_model_at_those_positions(parity_bundle: Bundles, target: str, age: int) -> None:
+    bundle = parity_bundle("chunk 4 native")
     young = bundle.geometry.capacity
     ids = text(young + 2 * bundle.geometry.slots, seed=4)
     tokens = shift_towards(bundle.geometry, young, age)
@@ -57,10 +57,10 @@ def test_an_old_native_stream_is_the_dense_model_at_those_positions(tiny_bundle:
     assert_parity(old, dense.numpy()[young:])
 
 
-def test_controls_are_seen(tiny_bundle: Bundles) -> None:
+def test_controls_are_seen(parity_bundle: Bundles) -> None:
     """An age that the state does not have, and sinks that grew old with the window, are both loud."""
     for name in ("chunk 4 native", "chunk 4 streaming"):
-        bundle = tiny_bundle(name)
+        bundle = parity_bundle(name)
         young, slots = bundle.geometry.capacity, bundle.geometry.slots
         ids = text(young + slots, seed=5)
         expected = bundle.oracle(ids)[young:]

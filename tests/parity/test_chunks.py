@@ -24,18 +24,18 @@ def one_by_one(bundle_of: Bundles, name: str, target: str) -> np.ndarray:
 
 @every_target
 @pytest.mark.parametrize("name", NAMES)
-def test_chunk_lengths(tiny_bundle: Bundles, name: str, target: str) -> None:
-    bundle = tiny_bundle(name)
-    window, expected = bundle.export.window, one_by_one(tiny_bundle, name, target)
+def test_chunk_lengths(parity_bundle: Bundles, name: str, target: str) -> None:
+    bundle = parity_bundle(name)
+    window, expected = bundle.export.window, one_by_one(parity_bundle, name, target)
     for length in (3, window, window + 1, 3 * window, TOKENS):
         assert_parity(feed_in_cuts(bundle.decoder(target), text(TOKENS), [length]), expected, what=f"calls of {length} tokens")
 
 
 @every_target
 @pytest.mark.parametrize("name", NAMES)
-def test_a_chunk_may_start_anywhere_in_the_ring(tiny_bundle: Bundles, name: str, target: str) -> None:
-    bundle = tiny_bundle(name)
-    expected = one_by_one(tiny_bundle, name, target)
+def test_a_chunk_may_start_anywhere_in_the_ring(parity_bundle: Bundles, name: str, target: str) -> None:
+    bundle = parity_bundle(name)
+    expected = one_by_one(parity_bundle, name, target)
     for start in range(2 * bundle.geometry.capacity):
         with bundle.decoder(target).stream() as stream:
             if start:
@@ -48,16 +48,16 @@ def test_a_chunk_may_start_anywhere_in_the_ring(tiny_bundle: Bundles, name: str,
 @pytest.mark.parametrize("name", ["chunk 4 native", "chunk 8 streaming"])
 @given(cuts=st.lists(st.integers(1, 30), min_size=1, max_size=12))
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_cuts(tiny_bundle: Bundles, name: str, target: str, cuts: list[int]) -> None:
-    actual = feed_in_cuts(tiny_bundle(name).decoder(target), text(TOKENS), cuts)
-    assert_parity(actual, one_by_one(tiny_bundle, name, target), what=f"cuts {cuts}")
+def test_any_cuts(parity_bundle: Bundles, name: str, target: str, cuts: list[int]) -> None:
+    actual = feed_in_cuts(parity_bundle(name).decoder(target), text(TOKENS), cuts)
+    assert_parity(actual, one_by_one(parity_bundle, name, target), what=f"cuts {cuts}")
 
 
 @pytest.mark.parametrize("name", ["chunk 4 streaming", "tight streaming"])
-def test_the_last_logits_are_those_of_the_last_token(tiny_bundle: Bundles, name: str) -> None:
+def test_the_last_logits_are_those_of_the_last_token(parity_bundle: Bundles, name: str) -> None:
     """`feed` without all_logits computes one row only: it must be the last, for prompts of any length."""
-    bundle = tiny_bundle(name)
-    expected = one_by_one(tiny_bundle, name, "onnxruntime")
+    bundle = parity_bundle(name)
+    expected = one_by_one(parity_bundle, name, "onnxruntime")
     for length in range(1, TOKENS):
         with bundle.decoder().stream() as stream:
             assert_parity(stream.feed(text(TOKENS)[:length]), expected[length - 1], what=f"prompt of {length}")

@@ -15,8 +15,8 @@ Bundles = Callable[[str], TinyBundle]
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", EXPORTS)
 @pytest.mark.parametrize("cuts", [(1,), (1000,), (1, 3, 2, 9)], ids=["tokens", "whole", "mixed"])
-def test_logits_are_those_of_the_oracle(tiny_bundle: Bundles, name: str, target: str, cuts: tuple[int, ...]) -> None:
-    bundle = tiny_bundle(name)
+def test_logits_are_those_of_the_oracle(parity_bundle: Bundles, name: str, target: str, cuts: tuple[int, ...]) -> None:
+    bundle = parity_bundle(name)
     ids = text(bundle.wrapped_thrice)
     actual = feed_in_cuts(bundle.decoder(target), ids, cuts)
     assert_parity(actual, bundle.oracle(ids), what=f"{name}, {target}, cuts {cuts}")
@@ -24,17 +24,17 @@ def test_logits_are_those_of_the_oracle(tiny_bundle: Bundles, name: str, target:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", [name for name in SINGLE_ROW if EXPORTS[name].policy == "streaming"])
-def test_streaming_is_the_evicting_cache_of_the_paper(tiny_bundle: Bundles, name: str, target: str) -> None:
-    bundle = tiny_bundle(name)
+def test_streaming_is_the_evicting_cache_of_the_paper(parity_bundle: Bundles, name: str, target: str) -> None:
+    bundle = parity_bundle(name)
     ids = text(bundle.wrapped_thrice, seed=1)
     expected = streaming_logits_stepwise(bundle.model, torch.from_numpy(ids), bundle.export.sinks, bundle.export.window)
     assert_parity(feed_in_cuts(bundle.decoder(target), ids, [2, 1]), expected.numpy())
 
 
 @pytest.mark.parametrize("name", SINGLE_ROW)
-def test_controls_are_seen(tiny_bundle: Bundles, name: str) -> None:
+def test_controls_are_seen(parity_bundle: Bundles, name: str) -> None:
     """Oracles that are wrong in one thing: a bundle that agreed with one of them would be wrong in the same."""
-    bundle = tiny_bundle(name)
+    bundle = parity_bundle(name)
     export, ids = bundle.export, text(bundle.wrapped_thrice)
     actual = feed_in_cuts(bundle.decoder(), ids, [3])
     assert_loudly_wrong(actual, bundle.oracle(ids, window=export.window + 1), "a window one longer")
@@ -47,8 +47,8 @@ def test_controls_are_seen(tiny_bundle: Bundles, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["chunk 4 native", "chunk 4 streaming"])
-def test_a_decoder_that_takes_positions_from_slots_is_seen(tiny_bundle: Bundles, name: str) -> None:
-    bundle = tiny_bundle(name)
+def test_a_decoder_that_takes_positions_from_slots_is_seen(parity_bundle: Bundles, name: str) -> None:
+    bundle = parity_bundle(name)
     ids, backend = text(bundle.wrapped_thrice), bundle.decoder().backend
     with bundle.decoder().stream() as stream:
         wrap = bundle.geometry.capacity

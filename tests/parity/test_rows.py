@@ -13,8 +13,8 @@ every_target = pytest.mark.parametrize("target", TARGETS)
 
 
 @every_target
-def test_two_streams_equal_their_solo_runs(tiny_bundle: Bundles, target: str) -> None:
-    bundle = tiny_bundle("two rows")
+def test_two_streams_equal_their_solo_runs(parity_bundle: Bundles, target: str) -> None:
+    bundle = parity_bundle("two rows")
     decoder, tokens = bundle.decoder(target), bundle.wrapped_thrice
     texts = [text(tokens, seed=6), text(tokens, seed=7)]
     cuts = [3, 1, 1, 4, 2]
@@ -37,8 +37,8 @@ def test_two_streams_equal_their_solo_runs(tiny_bundle: Bundles, target: str) ->
 
 
 @every_target
-def test_the_decode_graph_steps_rows_at_different_positions(tiny_bundle: Bundles, target: str) -> None:
-    bundle = tiny_bundle("two rows")
+def test_the_decode_graph_steps_rows_at_different_positions(parity_bundle: Bundles, target: str) -> None:
+    bundle = parity_bundle("two rows")
     decoder, tokens = bundle.decoder(target), bundle.wrapped_thrice
     backend, ahead = decoder.backend, 5
     texts = [text(tokens, seed=8), text(tokens, seed=9)]
@@ -58,8 +58,8 @@ def test_the_decode_graph_steps_rows_at_different_positions(tiny_bundle: Bundles
 @every_target
 @pytest.mark.parametrize("poison", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("name", ["chunk 4 streaming", "two rows"])
-def test_a_reset_row_equals_a_fresh_one(tiny_bundle: Bundles, name: str, target: str, poison: float) -> None:
-    bundle = tiny_bundle(name)
+def test_a_reset_row_equals_a_fresh_one(parity_bundle: Bundles, name: str, target: str, poison: float) -> None:
+    bundle = parity_bundle(name)
     decoder, ids = bundle.decoder(target), text(bundle.wrapped_thrice, seed=10)
     with decoder.stream() as stream:
         fresh = stream.feed(ids, all_logits=True)
@@ -78,9 +78,9 @@ def test_a_reset_row_equals_a_fresh_one(tiny_bundle: Bundles, name: str, target:
 @every_target
 @pytest.mark.parametrize("name", ["chunk 4 native", "chunk 4 streaming", "no sinks"])
 @pytest.mark.parametrize("tokens", [1, 3], ids=["step", "chunk"])
-def test_every_attended_slot_counts_and_no_other(tiny_bundle: Bundles, name: str, target: str, tokens: int) -> None:
+def test_every_attended_slot_counts_and_no_other(parity_bundle: Bundles, name: str, target: str, tokens: int) -> None:
     """Change one slot of one state at a time: the logits move if and only if the slot holds a token that a query attends to."""
-    bundle = tiny_bundle(name)
+    bundle = parity_bundle(name)
     geometry, decoder = bundle.geometry, bundle.decoder(target)
     backend, fed = decoder.backend, geometry.capacity + geometry.sinks_tokens + 2
     ids = text(fed + tokens, seed=11)

@@ -1,0 +1,59 @@
+"""Runs a step graph that still holds RingAttention nodes: onnx's reference evaluator, with the node's own reference in numpy for them.
+
+So the front end and the clean-up are proven alone, without any lowering.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+from sinkring.exporter.frontend import LOGITS, POSITION, ROWS, TOKENS, write_index_name
+from sinkring.exporter.node import DOMAIN, OP_TYPE, RingAttentionAttributes, ring_attention
+from sinkring.runtime.ring import RingGeometry
+
+
+class _RingAttention(OpRun):
+    op_domain = DOMAIN
+
+    def _run(  # type: ignore[no-untyped-def]  # the evaluator passes attributes by their names
+        self, *inputs, sinks=None, window=None, slots=None, scale=None, interleaved=None, policy=None
+    ):
+        return ring_attention(RingAttentionAttributes(sinks, window, slots, scale, policy, bool(interleaved)), *inputs)
+
+
+_RingAttention.__name__ = OP_TYPE
+
+
+@dataclass
+class TracedStep:
+    """A traced graph with its rings. `feed` runs one call on every row: tokens int64 [B,T] from position on."""
+
+    model: ir.Model
+    geometry: RingGeometry
+    rings: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._evaluator = ReferenceEvaluator(ir.to_proto(self.model), new_ops=[_RingAttention])
+        for value in self.model.graph.inputs:
+            assert value.name is not None
+            if value.name.startswith("cache."):
+                assert value.shape is not None
+                self.rings[value.name] = np.zeros([int(size) for size in value.shape], np.float32)  # type: ignore[arg-type]
+
+    def feed(self, tokens: np.ndarray, positions: list[int], rows: list[int] | None = None) -> np.ndarray:
+        """float32 [B,N,V]: logits of the tokens that `rows` names, which a decode graph does not take."""
+        feeds = {
+            TOKENS: tokens,
+            POSITION: np.array(positions),
+            write_index_name(0): np.array([self.geometry.slot(position) for position in positions]),
+            **self.rings,
+        }
+        if rows is not None:
+            feeds[ROWS] = np.array(rows)
+        names = [str(value.name) for value in self.model.graph.outputs]
+        outputs = dict(zip(names, self._evaluator.run(None, feeds), strict=True))
+        logits: np.ndarray = outputs.pop(LOGITS)
+        self.rings = {name.removesuffix(".updated"): ring for name, ring in outputs.items()}
+        return logits
