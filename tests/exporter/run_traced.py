@@ -4,6 +4,7 @@ So the front end and the clean-up are proven alone, without any lowering.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -35,12 +36,8 @@ class TracedStep:
     rings: dict[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._evaluator = ReferenceEvaluator(ir.to_proto(self.model), new_ops=[_RingAttention])
-        for value in self.model.graph.inputs:
-            assert value.name is not None
-            if value.name.startswith("cache."):
-                assert value.shape is not None
-                self.rings[value.name] = np.zeros([int(size) for size in value.shape], np.float32)  # type: ignore[arg-type]
+        self._evaluator: Any = ReferenceEvaluator(ir.to_proto(self.model), new_ops=[_RingAttention])
+        self.rings = zero_rings(self.model)
 
     def feed(self, tokens: np.ndarray, positions: list[int], rows: list[int] | None = None) -> np.ndarray:
         """float32 [B,N,V]: logits of the tokens that `rows` names, which a decode graph does not take."""
@@ -57,3 +54,8 @@ class TracedStep:
         logits: np.ndarray = outputs.pop(LOGITS)
         self.rings = {name.removesuffix(".updated"): ring for name, ring in outputs.items()}
         return logits
+
+
+def zero_rings(model: ir.Model) -> dict[str, np.ndarray]:
+    rings = {str(value.name): value.shape for value in model.graph.inputs if str(value.name).startswith("cache.")}
+    return {name: np.zeros([int(size) for size in shape], np.float32) for name, shape in rings.items() if shape}  # type: ignore[arg-type]
