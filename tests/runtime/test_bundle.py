@@ -111,6 +111,13 @@ def test_a_manifest_that_is_none(bundle: Path, text: str, match: str) -> None:
     assert str(bundle / MANIFEST) in str(raised.value)
 
 
+def test_a_manifest_that_is_no_text(bundle: Path) -> None:
+    data = bytearray((bundle / MANIFEST).read_bytes())
+    data[100] = 0xFF
+    (bundle / MANIFEST).write_bytes(data)
+    assert f"{bundle / MANIFEST}: not UTF-8" in refused(bundle)
+
+
 @pytest.mark.parametrize("version", [0, 2, "1", None, 1.5])
 def test_a_manifest_of_another_version(bundle: Path, version: object) -> None:
     edit(bundle, lambda manifest: manifest.update(format_version=version))
