@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from sinkring.exporter.cli_faults import needs_extra, one_line_faults
-from sinkring.exporter.cli_output import print_facts, print_json, print_table, progress_bars, quiet_exporter, stage_status
+from sinkring.exporter.cli_output import print_facts, print_json, print_table, progress_bars, stage_status
 from typer.core import TyperGroup
 
 VALIDATION_FAILED = 1
@@ -55,7 +55,7 @@ def export_command(
     with needs_extra("export", "export"):
         from sinkring.exporter.export import export_decoder
     began = time.perf_counter()
-    with stage_status() as progress, quiet_exporter():
+    with stage_status() as progress:
         manifest = export_decoder(
             model,
             out,

@@ -1,9 +1,7 @@
 """Where a command's words go: its result to stdout, a table for people or one JSON object for programs; everything else to stderr."""
 
 import json
-import logging
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -97,21 +95,6 @@ def progress_bars() -> Iterator[Callable[[str, int, int], None]]:
                 progress.remove_task(bars.pop(phase))
 
         yield show
-
-
-@contextmanager
-def quiet_exporter() -> Iterator[None]:
-    """Without what torch's exporter says to its own developers: deprecations, and libraries that nothing here uses."""
-    logger = logging.getLogger("torch.onnx._internal.exporter")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="copyreg", category=FutureWarning)
-            warnings.filterwarnings("ignore", module=r"torch\.onnx", category=UserWarning)
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def _table(title: str | None, with_headings: bool) -> "Table":

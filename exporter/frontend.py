@@ -5,7 +5,9 @@ tables), `apply_rotary_pos_emb` of its modeling file (one RotaryEmbedding node),
 Everything else, biases, norms, multipliers, is the model's and is traced as it stands. Whatever touches transformers' internals is here.
 """
 
+import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -166,7 +168,7 @@ def trace_step(
     dynamic = None
     if role == "prefill":
         dynamic = ({1: torch.export.Dim("T", min=1)}, None, None, {0: torch.export.Dim("N", min=1)}, [None] * len(rings))
-    with torch.no_grad():
+    with torch.no_grad(), _quiet_exporter():
         program = torch.onnx.export(
             step,
             args,
@@ -183,6 +185,21 @@ def trace_step(
     if role == "prefill":
         _name_dynamic_axes(program.model, {TOKENS: (1, "T"), ROWS: (0, "N")})
     return program.model
+
+
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Without what torch's exporter says to its own developers: deprecations, and libraries that nothing here uses."""
+    logger = logging.getLogger("torch.onnx._internal.exporter")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="copyreg", category=FutureWarning)
+            warnings.filterwarnings("ignore", module=r"torch\.onnx", category=UserWarning)
+            yield
+    finally:
+        logger.setLevel(level)
 
 
 def _name_dynamic_axes(traced: ir.Model, axes: dict[str, tuple[int, str]]) -> None:
