@@ -73,7 +73,6 @@ def refuse_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporting, "load_model", load)
 
 
-@pytest.mark.xfail(strict=False, reason="MergeProjections goes through its groups in the order of their addresses")
 def test_two_exports_are_the_same_bytes(tiny_model: Path, tiny_bundle: Path, out: Path) -> None:
     said: list[str] = []
     export_decoder(tiny_model, out, **TINY, progress=said.append)
