@@ -1,0 +1,48 @@
+"""What the tests of streams share: ids, the tolerance, and all of a stream's state. Ring: S = 2, W = 4, C = 16."""
+
+import collections
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from sinkring.runtime import Stream
+
+V = 97
+IDS = np.random.default_rng(5).integers(0, V, 60)
+# float32 sums in another order; the logits' scale is about 3.
+TOLERANCE = 1e-4
+
+
+def assert_close(got: NDArray[np.float32], expected: NDArray[np.float32]) -> None:
+    assert got.shape == expected.shape
+    error = np.abs(got - expected)
+    assert error.max() <= TOLERANCE, f"max {error.max():.2e}, mean {error.mean():.2e}; a tolerance of {error.max():.1e} would pass"
+
+
+def logits_after(stream: Stream, ids: Any) -> NDArray[np.float32]:
+    stream.reset()
+    return stream.feed(ids)
+
+
+def snapshot(stream: Stream) -> dict[str, Any]:
+    """Everything that a refused call must leave as it was."""
+    rows = stream._decoder.backend.read_row(stream.row)
+    return {
+        "position": stream.position,
+        "fed": stream._fed,
+        "pending": list(stream._pending),
+        "history": list(stream._history),
+        "logits": stream._logits.tobytes(),
+        "rows": {name: row.tobytes() for name, row in rows.items()},
+        "sampler": stream._sampler and stream._sampler.state(),
+    }
+
+
+def tokens_until(error: type[BaseException], loop: Iterator[int]) -> list[int]:
+    """What the loop yields before it raises `error`."""
+    tokens: list[int] = []
+    with pytest.raises(error):
+        collections.deque(map(tokens.append, loop), maxlen=0)
+    return tokens
