@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from sinkring.models.oracle import streaming_logits_stepwise
+from sinkring.runtime.manifest import Policy
 
 from tests.parity.closeness import assert_loudly_wrong, assert_parity
 from tests.parity.tiny_bundles import EXPORTS, SINGLE_ROW, TARGETS, TinyBundle, feed_in_cuts, text
@@ -42,7 +43,7 @@ def test_controls_are_seen(parity_bundle: Bundles, name: str) -> None:
     if export.sinks:
         assert_loudly_wrong(actual, bundle.oracle(ids, sinks=export.sinks - 1, window=export.window + 1), "a sink that is an old token")
         assert_loudly_wrong(actual, bundle.oracle(ids, sinks=export.sinks - 1), "a missing sink")
-        other = "native" if export.policy == "streaming" else "streaming"
+        other: Policy = "native" if export.policy == "streaming" else "streaming"
         assert_loudly_wrong(actual, bundle.oracle(ids, policy=other), f"positions of the {other} policy")
 
 
