@@ -8,7 +8,7 @@ from typing import get_args
 
 import onnx_ir as ir
 from sinkring.exporter.angles import POSITION_LIMIT
-from sinkring.exporter.bundle_writer import describe_file, new_bundle, replace_text
+from sinkring.exporter.bundle_writer import check_replaceable, describe_file, new_bundle, replace_text
 from sinkring.exporter.frontend import ring_names, trace_step, updated_name, write_index_name
 from sinkring.exporter.lower import lower_for, simplify
 from sinkring.exporter.targets import TARGETS, Target, find_target
@@ -58,7 +58,8 @@ def export_decoder(
     out = Path(out)
     say = progress or (lambda _: None)
     geometry = _check_numbers(policy, sinks, window, chunk, batch, slack, dtype)
-    chosen = [find_target(name) for name in targets]
+    chosen = _find_targets(targets)
+    check_replaceable(out)
     if (out / MANIFEST_NAME).exists() and not overwrite:
         raise BundleError(f"{out}: is already a bundle; give another --out, or --overwrite to replace it and the engines in it")
     say(f"loading {model}")
@@ -68,7 +69,7 @@ def export_decoder(
     except ModelError as error:
         raise UnsupportedError(str(error)) from None
     shape = decoder_shape(loaded.config)
-    _check_context(shape, sinks, window)
+    _check_context(shape, sinks=sinks, window=window, chunk=chunk, slack=slack)
     try:
         with new_bundle(out) as part:
             graphs: list[Graph] = []
@@ -92,16 +93,32 @@ def _check_numbers(policy: str, sinks: int, window: int, chunk: int, batch: int,
         raise InputError(f"policy {policy!r} is not known; use one of {', '.join(get_args(Policy))}")
     if dtype not in DTYPES:
         raise UnsupportedError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}")
+    for name, value in (("sinks", sinks), ("window", window), ("chunk", chunk), ("batch", batch), ("slack", slack)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InputError(f"{name}={value!r} is {type(value).__name__}: give a whole number")
     if batch < 1:
         raise GeometryError(f"batch={batch}: must be 1 or more rows")
     return RingGeometry.for_chunk(sinks, window, chunk, slack, capacity_multiple=CAPACITY_MULTIPLE)
 
 
-def _check_context(shape: DecoderShape, sinks: int, window: int) -> None:
+def _find_targets(names: Iterable[str]) -> list[Target]:
+    if isinstance(names, str) or not isinstance(names, Iterable) or not (listed := list(names)):
+        raise InputError(f"targets={names!r}: give a list of one or more of {', '.join(TARGETS)}")
+    if wrong := [name for name in listed if not isinstance(name, str)]:
+        raise InputError(f"targets: {wrong[0]!r} is {type(wrong[0]).__name__}: give a list of one or more of {', '.join(TARGETS)}")
+    return [find_target(name) for name in dict.fromkeys(listed)]
+
+
+def _check_context(shape: DecoderShape, *, sinks: int, window: int, chunk: int, slack: int) -> None:
+    for name, value in (("chunk", chunk), ("slack", slack)):
+        if value > shape.context_tokens:
+            raise GeometryError(
+                f"{name}={value} is more than the {shape.context_tokens} tokens the model was trained for: use a {name} of at most that"
+            )
     if sinks + window > shape.context_tokens:
         raise GeometryError(
             f"sinks={sinks} and window={window} are {sinks + window} tokens, the model was trained for {shape.context_tokens}: "
-            f"use a window of at most {max(shape.context_tokens - sinks, 1)}"
+            f"use {f'a window of at most {shape.context_tokens - sinks}' if sinks < shape.context_tokens else 'fewer sinks; 4 suit most'}"
         )
 
 
