@@ -29,6 +29,9 @@ def simplify(model: ir.Model) -> ir.Model:
         # The tracer records the source line of every node, with the paths of the machine it ran on.
         common.ClearMetadataAndDocStringPass(),
     )(model)
+    for node in model.graph:
+        for value in node.outputs:
+            value.metadata_props.clear()
     return model
 
 
