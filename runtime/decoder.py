@@ -1,6 +1,6 @@
 """An opened bundle: rows for streams, and the calls that advance them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 from sinkring.runtime.backends import Backend, open_backend
 from sinkring.runtime.bundle import check_consistent, check_files
-from sinkring.runtime.errors import CapacityError
+from sinkring.runtime.errors import CapacityError, InputError
 from sinkring.runtime.manifest import Manifest
 from sinkring.runtime.ring import split_chunks
+from sinkring.runtime.snapshot import read_snapshot
 from sinkring.runtime.stream import Stream
 
 
@@ -37,12 +38,23 @@ class Decoder:
         self.path, self.manifest, self.backend = path, manifest, backend
         self._geometries = tuple(ring.geometry for ring in manifest.rings)
         self._free = list(range(manifest.batch))
+        self._streams: dict[int, Stream] = {}
         self._open = True
 
     @property
     def cache_bytes(self) -> int:
         """Bytes of all state tensors: constant for the decoder's whole life."""
         return self.manifest.cache_bytes
+
+    @property
+    def slack_tokens(self) -> int:
+        """How many tokens a wrapped stream can take back."""
+        return min(geometry.slack for geometry in self._geometries)
+
+    @property
+    def shortest_capacity(self) -> int:
+        """Tokens of a stream before any ring has overwritten one."""
+        return min(geometry.capacity for geometry in self._geometries)
 
     def stream(self) -> Stream:
         """A fresh stream on a free row. Raises CapacityError when all rows are taken."""
@@ -51,10 +63,59 @@ class Decoder:
             raise CapacityError(f"all {self.manifest.batch} rows of the bundle have a stream; close one, or export with a larger --batch")
         self.backend.reset_row(self._free[0])
         row = self._free.pop(0)
-        return Stream(self, row)
+        self._streams[row] = Stream(self, row)
+        return self._streams[row]
+
+    def step(self, tokens: Mapping[Stream, int]) -> dict[Stream, NDArray[np.float32]]:
+        """Append one token to each of the named streams, in one call of the decode graph; no other stream changes by a bit.
+
+        Returns float32 [V] for each: the logits after its token.
+        Raises InputError or CapacityError, before anything has changed, for an id outside [0, V), a stream of another decoder or a closed
+        one, and past the position limit.
+        """
+        self.require_open()
+        if not tokens:
+            raise InputError("step: no streams were given; name at least one with its token")
+        ids = {}
+        for stream, token in tokens.items():
+            if self._streams.get(stream.row) is not stream:
+                raise InputError("step: a stream is closed or belongs to another decoder; use streams of this one")
+            ids[stream] = stream.check_next(token)
+        for stream in ids:
+            stream.flush()
+        for row, stream in self._streams.items():
+            self._place(row, ids.get(stream, 0), stream.position)
+        idle = [row for row, stream in self._streams.items() if stream not in ids]
+        self.backend.decode(idle)
+        for stream, token in ids.items():
+            stream.took(token, self.backend.logits[stream.row, -1])
+        return {stream: self.backend.logits[stream.row, -1].copy() for stream in ids}
+
+    def restore(self, path: str | Path) -> Stream:
+        """A stream that goes on bit for bit from `Stream.snapshot(path)`, on a free row, in this process or another.
+
+        Raises BundleError for a file that is damaged or of another bundle, CapacityError when all rows are taken; no live stream changes.
+        """
+        self.require_open()
+        record, tensors = read_snapshot(Path(path), self.manifest)
+        return self._take_over(record, tensors)
+
+    def fork(self, stream: Stream) -> Stream:
+        """Called by `Stream.fork`."""
+        return self._take_over(*stream.capture())
+
+    def _take_over(self, record: dict[str, Any], tensors: dict[str, NDArray[Any]]) -> Stream:
+        stream = self.stream()
+        try:
+            stream.install(record, tensors)
+        except BaseException:
+            stream.close()
+            raise
+        return stream
 
     def release(self, row: int) -> None:
         """Called by a stream that closes."""
+        del self._streams[row]
         self._free.append(row)
 
     def check_room(self, position: int, tokens: int) -> None:
@@ -71,10 +132,10 @@ class Decoder:
         for length in split_chunks(position, len(tokens), self.manifest.chunk, self._geometries):
             stop = start + length
             at = position + start
-            write_index = tuple(geometry.slot(at) for geometry in self._geometries)
             if length == 1 and self.manifest.batch == 1:
-                yield start, stop, self._decode_one(int(tokens[start]), at, write_index)
+                yield start, stop, self._decode_one(int(tokens[start]), at)
             else:
+                write_index = tuple(geometry.slot(at) for geometry in self._geometries)
                 yield start, stop, self.backend.prefill(row, tokens[start:stop], at, write_index, all_logits)
             start = stop
 
@@ -95,11 +156,15 @@ class Decoder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _decode_one(self, token: int, position: int, write_index: tuple[int, ...]) -> NDArray[np.float32]:
+    def _decode_one(self, token: int, position: int) -> NDArray[np.float32]:
+        self._place(0, token, position)
+        self.backend.decode()
+        return self.backend.logits[0]
+
+    def _place(self, row: int, token: int, position: int) -> None:
+        """Fill a row of the decode graph's inputs."""
         backend = self.backend
-        backend.tokens[0, 0] = token
-        backend.position[0] = position
-        for buffer, index in zip(backend.write_index, write_index, strict=True):
-            buffer[0] = index
-        backend.decode()
-        return backend.logits[0]
+        backend.tokens[row, 0] = token
+        backend.position[row] = position
+        for buffer, geometry in zip(backend.write_index, self._geometries, strict=True):
+            buffer[row] = geometry.slot(position)

@@ -13,7 +13,7 @@ The filters act in this order, each on what the one before left:
 and one token is drawn from what is left by inverting the cumulative distribution in order of token id.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -112,6 +112,12 @@ class Sampler:
         self._recent[self._recent_next] = token
         self._recent_next = (self._recent_next + 1) % window
         self._recent_count = min(self._recent_count + 1, window)
+
+    def forget(self, history: Iterable[int]) -> None:
+        """Let the penalty see just `history`, oldest token first: after tokens were taken back. The random sequence goes on where it is."""
+        self._recent_count = self._recent_next = 0
+        for token in history:
+            self.observe(token)
 
     def sample(self, logits: NDArray[np.float32]) -> int:
         """The next token id. logits: float32 or float16 [V], never modified. Does not observe the token.

@@ -1,14 +1,17 @@
 """One stream: a row of a decoder with its own position, history and sampler."""
 
+import dataclasses
 import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from sinkring.runtime.errors import CapacityError, InputError
 from sinkring.runtime.sampling import Sampler, SamplingOptions
+from sinkring.runtime.snapshot import LOGITS, write_snapshot
 
 if TYPE_CHECKING:
     from sinkring.runtime.decoder import Decoder
@@ -30,10 +33,14 @@ class Stream:
         self._decoder = decoder
         self.row = row
         self._fed = 0
+        # One past the newest token ever written since the last reset: what it has overwritten is gone, whatever is rolled back.
+        self._reached = 0
         self._pending: list[int] = []
         self._history: deque[int] = deque(maxlen=HISTORY_TOKENS)
         self._sampler: Sampler | None = None
         self._logits = np.zeros(decoder.manifest.model.vocab_size, np.float32)
+        # False after a rollback: the logits are those of a token that is gone.
+        self._logits_stand = True
         self._open = True
 
     @property
@@ -84,15 +91,80 @@ class Stream:
             raise InputError(f"max_tokens={max_tokens!r}: must be a whole number, 0 or more")
         stops = self._checked_stops(stop_ids)
         self._require_open()
-        if not self.position:
-            raise InputError("generate: the stream is empty, there is nothing to continue; feed a prompt of at least one token first")
+        self._require_logits("generate")
         return self._generate(int(max_tokens), self._sampler_for(options), stops)
+
+    def sample(
+        self,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        seed: int = 0,
+    ) -> int:
+        """A next token, not yet part of the stream: hand it to `feed`, or with those of other streams to `Decoder.step`.
+
+        Options and errors as those of `generate`; its random sequence is the stream's own, whatever its neighbours do.
+        """
+        options = SamplingOptions(
+            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
+        )
+        self._require_open()
+        self._require_logits("sample")
+        sampler = self._sampler_for(options)
+        self.flush()
+        return sampler.sample(self._logits)
+
+    def rollback(self, tokens: int) -> None:
+        """Take back the last `tokens` tokens, as if they had never been fed; they may have been fed, stepped or generated.
+
+        Sampling goes on with the random sequence where it is. Raises CapacityError, naming the limit, for more than the ring still
+        remembers: its slack, counted from the furthest position that was ever written; nothing has changed then.
+        """
+        self._require_open()
+        if isinstance(tokens, bool) or not isinstance(tokens, int | np.integer) or tokens < 0:
+            raise InputError(f"rollback: tokens={tokens!r}: must be a whole number, 0 or more")
+        if not tokens:
+            return
+        slack = self._decoder.slack_tokens
+        target = self.position - int(tokens)
+        # Up to the first wrap nothing has been overwritten.
+        oldest = 0 if self._reached <= self._decoder.shortest_capacity else self._reached - slack
+        if target < max(oldest, 0):
+            limit = max(self.position - max(oldest, 0), 0)
+            raise CapacityError(
+                f"rollback: {tokens} tokens from position {self.position}, the ring still remembers enough for {limit}: "
+                f"export with --slack {self._reached - target} to take back that many"
+            )
+        kept = list(self._history)[: max(len(self._history) - int(tokens), 0)]
+        self._history = deque(kept, maxlen=HISTORY_TOKENS)
+        del self._pending[max(len(self._pending) - int(tokens), 0) :]
+        if target < self._fed:
+            self._fed = target
+            self._logits_stand = False
+        if self._sampler is not None:
+            self._sampler.forget(self._history)
+
+    def fork(self) -> "Stream":
+        """A second stream, on a free row, that goes on from here bit for bit. Raises CapacityError when all rows are taken."""
+        self._require_open()
+        return self._decoder.fork(self)
+
+    def snapshot(self, path: str | Path) -> None:
+        """Write the stream to `path`, for `Decoder.restore`; the file is there whole or not at all. Needs the package safetensors.
+
+        Raises InputError when it can't be written.
+        """
+        self._require_open()
+        write_snapshot(Path(path), self._decoder.manifest, *self.capture())
 
     def reset(self) -> None:
         """Forget everything: the stream equals a fresh one."""
         self._require_open()
         self._decoder.backend.reset_row(self.row)
-        self._fed = 0
+        self._fed = self._reached = 0
+        self._logits_stand = True
         self._pending.clear()
         self._history.clear()
         self._sampler = None
@@ -117,8 +189,9 @@ class Stream:
                 raise InputError(
                     "generate: this loop ended when the stream was reset or generate was called with other options; call it again"
                 )
+            self._require_logits("generate")
             self._decoder.check_room(self.position, 1)
-            self._flush()
+            self.flush()
             token = sampler.sample(self._logits)
             self._pending.append(token)
             self._remember(token)
@@ -133,10 +206,57 @@ class Stream:
                 self._sampler.observe(token)
         return self._sampler
 
-    def _flush(self) -> None:
-        """Write the tokens that were sampled but not yet fed."""
+    def flush(self) -> None:
+        """Write the tokens that were generated but not yet fed. `feed`, `generate` and `Decoder.step` do it by themselves."""
         if self._pending:
             self._advance(np.array(self._pending, np.int64), None)
+        elif not self._logits_stand and self._fed:
+            # The last token's logits were overwritten by tokens that were rolled back. One position further back is still remembered.
+            token = self._history[-1]
+            self._fed -= 1
+            for _, _, logits in self._decoder.run(self.row, self._fed, np.array([token], np.int64), False):
+                self._logits[:] = logits[-1]
+            self._fed += 1
+            self._logits_stand = True
+
+    def check_next(self, token: int) -> int:
+        """Could this be the next token? Called by `Decoder.step`. Raises as `feed` does."""
+        (checked,) = self._checked([token]).tolist()
+        self._require_open()
+        self._decoder.check_room(self.position, 1)
+        return int(checked)
+
+    def took(self, token: int, logits: NDArray[np.float32]) -> None:
+        """Called by `Decoder.step`: the row has been stepped by `token`."""
+        self._logits[:] = logits
+        self._count(1)
+        self._remember(token)
+
+    def capture(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """Everything the stream is: a record of JSON values, and arrays that alias nothing."""
+        sampler = self._sampler
+        record = {
+            "fed": self._fed,
+            "reached": self._reached,
+            "pending": list(self._pending),
+            "history": list(self._history),
+            "logits_stand": self._logits_stand,
+            "sampler": None if sampler is None else {"options": dataclasses.asdict(sampler.options), "state": sampler.state()},
+        }
+        return record, {**self._decoder.backend.read_row(self.row), LOGITS: self._logits.copy()}
+
+    def install(self, record: dict[str, Any], tensors: dict[str, NDArray[Any]]) -> None:
+        """Become what `capture` gave. The record is trusted: `read_snapshot` has checked it."""
+        self._fed, self._reached = record["fed"], record["reached"]
+        self._pending = list(record["pending"])
+        self._history = deque(record["history"], maxlen=HISTORY_TOKENS)
+        self._logits_stand = record["logits_stand"]
+        self._sampler = None
+        if record["sampler"] is not None:
+            self._sampler = Sampler(SamplingOptions(**record["sampler"]["options"]), len(self._logits))
+            self._sampler.load_state(record["sampler"]["state"])
+        self._logits[:] = tensors[LOGITS]
+        self._decoder.backend.write_row(self.row, tensors)
 
     def _advance(self, tokens: NDArray[np.int64], out: NDArray[np.float32] | None) -> None:
         """Run the tokens, of which the first `len(_pending)` are the pending ones."""
@@ -145,11 +265,22 @@ class Stream:
                 out[start:stop] = logits
             self._logits[:] = logits[-1]
             # All kept in step with the cache chunk by chunk, so that an interrupt between two chunks leaves a stream that can go on.
-            self._fed += stop - start
+            self._count(stop - start)
             carried = min(len(self._pending), stop - start)
             del self._pending[:carried]
             for token in tokens[start + carried : stop].tolist():
                 self._remember(token)
+
+    def _count(self, tokens: int) -> None:
+        self._fed += tokens
+        self._reached = max(self._reached, self._fed)
+        self._logits_stand = True
+
+    def _require_logits(self, call: str) -> None:
+        if not self.position:
+            raise InputError(f"{call}: the stream is empty, there is nothing to continue; feed a prompt of at least one token first")
+        if not self._logits_stand and not self._history:
+            raise InputError(f"{call}: the rollback went past what the stream remembers of its own tokens; feed at least one token first")
 
     def _remember(self, token: int) -> None:
         self._history.append(token)

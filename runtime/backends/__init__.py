@@ -1,5 +1,6 @@
 """Backends: what runs the graphs. A backend owns the state tensors and every buffer; all are allocated when it is opened."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,8 +22,8 @@ class Backend(Protocol):
     write_index: tuple[np.ndarray, ...]
     logits: np.ndarray
 
-    def decode(self) -> None:
-        """One step of every row."""
+    def decode(self, idle: Sequence[int] = ()) -> None:
+        """One step of every row. The state of the rows in `idle` is afterwards what it was before, to the bit."""
 
     def prefill(self, row: int, tokens: np.ndarray, position: int, write_index: tuple[int, ...], all_logits: bool) -> np.ndarray:
         """Feed T <= chunk tokens, int64 [T], to one row. float32 [T,V] or [1,V] (the last token's): overwritten by the next call."""

@@ -4,6 +4,7 @@ Each ring is bound as graph input and as graph output at the same address, so Te
 session is bound to one row's slice of the same memory.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,23 @@ class OnnxRuntimeBackend:
         self._decode_binding = self._bind_decode()
         self._prefill_bindings = [self._bind_prefill(row) for row in range(batch)]
 
-    def decode(self) -> None:
-        self._decode.run_with_iobinding(self._decode_binding)
+    def decode(self, idle: Sequence[int] = ()) -> None:
+        if not idle:
+            self._decode.run_with_iobinding(self._decode_binding)
+            return
+        # The graph steps every row: an idle one writes the slot that its next token will take, so only that slot has to be put back.
+        rows = np.array(idle, np.int64)
+        kept = []
+        for state in self._manifest.states:
+            assert state.kind == "ring", f"{state.name}: idle rows of kind {state.kind} are not kept yet"
+            assert state.ring is not None, f"{state.name}: has no ring"
+            where = (rows, slice(None), self.write_index[state.ring][rows])
+            kept.append((self._states[state.name], where, self._states[state.name][where]))
+        try:
+            self._decode.run_with_iobinding(self._decode_binding)
+        finally:
+            for array, where, before in kept:
+                array[where] = before
 
     def prefill(self, row: int, tokens: np.ndarray, position: int, write_index: tuple[int, ...], all_logits: bool) -> np.ndarray:
         count = len(tokens)
