@@ -1,33 +1,46 @@
 """Snapshot files: a stream on disk, whole or not at all, refused when damaged or of another bundle.
 
-A safetensors file: one row of every state tensor by its name, the last logits, and in its metadata, under the key `sinkring`, a JSON
-object of the format's version, the bundle's identity, the stream's counters and sampler, and a sha256 over all of it.
+A safetensors file: one row of every state tensor by its name, the last logits, and in its metadata `sinkring`, a JSON object of the
+format's version, the bundle's identity and the stream's counters and sampler, and `sha256`, that of the file with this one value zeroed:
+no byte of the file, padding included, can change unseen.
 """
 
 import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from sinkring.runtime.errors import BundleError, DependencyError, InputError
 from sinkring.runtime.manifest import Manifest
 
+try:
+    import fcntl
+except ImportError:  # Windows: there, two processes must not write one snapshot at the same time
+    fcntl = None  # type: ignore[assignment]
+
 FORMAT_VERSION = 1
 LOGITS = "logits"
-_KEY = "sinkring"
+_RECORD, _SHA256 = "sinkring", "sha256"
+_NO_SHA256 = "0" * 64
 
 
 def identity(manifest: Manifest) -> str:
-    """What a snapshot must share with a bundle to go on in it: weights, policy, dtype, rings, states; not batch, chunk or targets."""
+    """What a snapshot must share with a bundle to go on in it: model, policy, dtype, rings, states; not batch, chunk or targets.
+
+    A chunk so different that the ring has another number of slots is another ring.
+    """
     content = {
-        "weights": sorted(file.sha256 for file in manifest.files if file.path == "weights.bin"),
+        # Not of the bundle's weights file: small tensors and the configuration lie in the graphs, and graphs differ by batch.
+        "model": manifest.model.source_sha256,
         "policy": manifest.policy,
         "dtype": manifest.dtype,
         "rings": [dataclasses.asdict(ring.geometry) for ring in manifest.rings],
-        "states": [(state.name, state.kind, _row_shape(manifest, state.name), state.dtype) for state in manifest.states],
+        "states": [(state.name, state.kind, _row_shape(manifest, state.name), state.dtype, state.ring) for state in manifest.states],
         "vocab_size": manifest.model.vocab_size,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -37,18 +50,17 @@ def write_snapshot(path: Path, manifest: Manifest, stream: dict[str, Any], tenso
     """Write beside `path`, flush to the disk, rename. Raises InputError when that fails; an older file is then still there."""
     safetensors = _safetensors()
     record = {"format_version": FORMAT_VERSION, "identity": identity(manifest), "stream": stream}
-    record["sha256"] = _digest(record, tensors)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    data = safetensors.save(tensors, {_RECORD: json.dumps(record), _SHA256: _NO_SHA256})
+    at = data.index(_NO_SHA256.encode())
     try:
-        with beside.open("wb") as file:
-            file.write(safetensors.save(tensors, {_KEY: json.dumps(record)}))
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
+        if not path.name or path.is_dir():
+            raise InputError(f"snapshot {path}: is a folder; give the path of a file in it")
+        with _put_in_place(path) as file:
+            file.write(data[:at])
+            file.write(hashlib.sha256(data).hexdigest().encode())
+            file.write(memoryview(data)[at + len(_NO_SHA256) :])
     except OSError as error:
         raise InputError(f"snapshot {path}: could not be written ({error.strerror}); give a path in a writable folder") from error
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def read_snapshot(path: Path, manifest: Manifest) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -56,40 +68,97 @@ def read_snapshot(path: Path, manifest: Manifest) -> tuple[dict[str, Any], dict[
     safetensors = _safetensors()
     try:
         data = path.read_bytes()
-        tensors = safetensors.load(data)
-        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-        record = json.loads(header["__metadata__"][_KEY])
-        version, said, digest = record["format_version"], record["identity"], record.pop("sha256")
     except OSError as error:
-        raise BundleError(f"snapshot {path}: cannot be read ({error.strerror})") from None
+        raise BundleError(f"snapshot {path}: cannot be read ({error.strerror}); use another one") from None
+    try:
+        tensors = safetensors.load(data)
+        metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
     except Exception as error:  # safetensors raises a class of its own
-        raise BundleError(f"snapshot {path}: truncated or not a snapshot ({type(error).__name__}: {error}); use another one") from None
+        raise BundleError(f"snapshot {path}: truncated or not a snapshot ({' '.join(str(error).split())}); use another one") from None
+    if _RECORD not in metadata or _SHA256 not in metadata:
+        raise BundleError(f"snapshot {path}: is a safetensors file, but not a snapshot, or damaged; use another one")
+    try:
+        record = json.loads(metadata[_RECORD])
+        version = record["format_version"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise BundleError(f"snapshot {path}: its metadata is damaged ({error}); use another one") from None
     if version != FORMAT_VERSION:
         raise BundleError(
             f"snapshot {path}: format version is {version!r}, this sinkring reads {FORMAT_VERSION}; use the sinkring that wrote it"
         )
-    if _digest(record, tensors) != digest:
+    if _sha256_of(data, metadata[_SHA256]) != metadata[_SHA256]:
         raise BundleError(f"snapshot {path}: its content is not what was written, sha256 differs; use another one")
-    if said != identity(manifest):
+    if record["identity"] != identity(manifest):
         raise BundleError(
-            f"snapshot {path}: was taken from another bundle ({said[:12]}..., this one is {identity(manifest)[:12]}...): "
-            "weights, policy, rings and dtype must be the same"
+            f"snapshot {path}: was taken from another bundle ({record['identity'][:12]}..., this one is {identity(manifest)[:12]}...): "
+            "model, policy, rings and dtype must be the same"
         )
     return record["stream"], tensors
+
+
+@contextmanager
+def _put_in_place(path: Path) -> Iterator[BinaryIO]:
+    """A file beside `path` to fill; on the disk and renamed to `path` when the block ends well, removed when it does not.
+
+    Its name is always the same, so that writers that are killed leave at most one behind, which the next one takes.
+    """
+    beside = path.with_name(f".{path.name}.part")
+    with _locked(beside) as file:
+        try:
+            file.truncate(0)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            beside.replace(path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
+    # Make the new name durable, where the system can.
+    with suppress(OSError):
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[BinaryIO]:
+    """Open `path`, made if need be, for this process alone; the lock dies with the process. Raises InputError if another one has it."""
+    while True:
+        with path.open("ab") as file:
+            if fcntl is not None:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise InputError(f"{path}: another process is writing this snapshot; give each its own path, or wait") from None
+                except OSError:
+                    pass  # a file system without locks
+            # Between opening and locking, another writer may have renamed this very file to its place, or removed it.
+            if _is_still_at(file, path):
+                yield file
+                return
+
+
+def _is_still_at(file: BinaryIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _sha256_of(data: bytes, said: str) -> str:
+    """sha256 of the file's bytes with its own, `said`, zeroed."""
+    at = data.find(said.encode())
+    digest = hashlib.sha256(data[:at])
+    digest.update(_NO_SHA256.encode())
+    digest.update(memoryview(data)[at + len(_NO_SHA256) :])
+    return digest.hexdigest()
 
 
 def _row_shape(manifest: Manifest, name: str) -> list[int]:
     (state,) = [state for state in manifest.states if state.name == name]
     return [1 if axis == state.batch_axis else size for axis, size in enumerate(state.shape)]
-
-
-def _digest(record: dict[str, Any], tensors: dict[str, np.ndarray]) -> str:
-    digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode())
-    for name in sorted(tensors):
-        array = np.ascontiguousarray(tensors[name])
-        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        digest.update(array.view(np.uint8).reshape(-1).data)
-    return digest.hexdigest()
 
 
 def _safetensors() -> Any:

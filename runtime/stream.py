@@ -16,7 +16,7 @@ from sinkring.runtime.snapshot import LOGITS, write_snapshot
 if TYPE_CHECKING:
     from sinkring.runtime.decoder import Decoder
 
-# Enough for any repetition window that makes sense; bounded, because a stream is not.
+# What is left of the history after the furthest rollback: enough for any repetition window that makes sense.
 HISTORY_TOKENS = 1024
 
 Ids = Sequence[int] | NDArray[np.integer]
@@ -33,10 +33,10 @@ class Stream:
         self._decoder = decoder
         self.row = row
         self._fed = 0
-        # One past the newest token ever written since the last reset: what it has overwritten is gone, whatever is rolled back.
+        # One past the newest position that may have been written since the last reset: what it overwrote is gone, whatever is rolled back.
         self._reached = 0
         self._pending: list[int] = []
-        self._history: deque[int] = deque(maxlen=HISTORY_TOKENS)
+        self._history: deque[int] = deque(maxlen=HISTORY_TOKENS + decoder.shortest_capacity)
         self._sampler: Sampler | None = None
         self._logits = np.zeros(decoder.manifest.model.vocab_size, np.float32)
         # False after a rollback: the logits are those of a token that is gone.
@@ -52,7 +52,8 @@ class Stream:
         """Append tokens. Exact for any number of them, from any position, also past the end of the ring.
 
         Returns float32 [V], the logits after the last token, or with all_logits float32 [len(ids), V].
-        Raises InputError for no ids or an id outside [0, V), CapacityError past the position limit; then nothing has changed.
+        Raises InputError for no ids or an id outside [0, V), CapacityError past the position limit or, in a linear cache, the capacity;
+        then nothing has changed.
         """
         tokens = self._checked(ids)
         self._require_open()
@@ -82,7 +83,7 @@ class Stream:
 
         Raises InputError before the first token if nothing has been fed or an option is out of range; from the loop, InputError for logits
         that are not finite and for a loop that a reset or a call with other options has ended, CapacityError past the position limit or
-        once the stream is closed. A token is then neither yielded nor made part of the stream.
+        the capacity or once the stream is closed. A token is then neither yielded nor made part of the stream.
         """
         options = SamplingOptions(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
@@ -113,38 +114,34 @@ class Stream:
         self._require_open()
         self._require_logits("sample")
         sampler = self._sampler_for(options)
-        self.flush()
+        self._renew_logits()
         return sampler.sample(self._logits)
 
     def rollback(self, tokens: int) -> None:
         """Take back the last `tokens` tokens, as if they had never been fed; they may have been fed, stepped or generated.
 
         Sampling goes on with the random sequence where it is. Raises CapacityError, naming the limit, for more than the ring still
-        remembers: its slack, counted from the furthest position that was ever written; nothing has changed then.
+        remembers: its slack, counted from the furthest position that was ever written; nothing has changed then. A linear cache
+        remembers everything.
         """
         self._require_open()
         if isinstance(tokens, bool) or not isinstance(tokens, int | np.integer) or tokens < 0:
             raise InputError(f"rollback: tokens={tokens!r}: must be a whole number, 0 or more")
         if not tokens:
             return
-        slack = self._decoder.slack_tokens
-        target = self.position - int(tokens)
-        # Up to the first wrap nothing has been overwritten.
-        oldest = 0 if self._reached <= self._decoder.shortest_capacity else self._reached - slack
-        if target < max(oldest, 0):
-            limit = max(self.position - max(oldest, 0), 0)
-            raise CapacityError(
-                f"rollback: {tokens} tokens from position {self.position}, the ring still remembers enough for {limit}: "
-                f"export with --slack {self._reached - target} to take back that many"
-            )
-        kept = list(self._history)[: max(len(self._history) - int(tokens), 0)]
-        self._history = deque(kept, maxlen=HISTORY_TOKENS)
+        limit = max(self.position - self._oldest(), 0)
+        if tokens > limit:
+            way = "that is the whole stream, use reset" if limit == self.position else self._slack_wanted(self.position - int(tokens))
+            raise CapacityError(f"rollback: {tokens} tokens from position {self.position}, no more than {limit} can be taken back: {way}")
+        for _ in range(min(int(tokens), len(self._history))):
+            self._history.pop()
+        written = max(int(tokens) - len(self._pending), 0)
         del self._pending[max(len(self._pending) - int(tokens), 0) :]
-        if target < self._fed:
-            self._fed = target
+        if written:
+            self._fed -= written
             self._logits_stand = False
         if self._sampler is not None:
-            self._sampler.forget(self._history)
+            self._sampler.forget(list(self._history)[-self._sampler.options.repetition_window_tokens :])
 
     def fork(self) -> "Stream":
         """A second stream, on a free row, that goes on from here bit for bit. Raises CapacityError when all rows are taken."""
@@ -191,7 +188,7 @@ class Stream:
                 )
             self._require_logits("generate")
             self._decoder.check_room(self.position, 1)
-            self.flush()
+            self._renew_logits()
             token = sampler.sample(self._logits)
             self._pending.append(token)
             self._remember(token)
@@ -210,21 +207,17 @@ class Stream:
         """Write the tokens that were generated but not yet fed. `feed`, `generate` and `Decoder.step` do it by themselves."""
         if self._pending:
             self._advance(np.array(self._pending, np.int64), None)
-        elif not self._logits_stand and self._fed:
-            # The last token's logits were overwritten by tokens that were rolled back. One position further back is still remembered.
-            token = self._history[-1]
-            self._fed -= 1
-            for _, _, logits in self._decoder.run(self.row, self._fed, np.array([token], np.int64), False):
-                self._logits[:] = logits[-1]
-            self._fed += 1
-            self._logits_stand = True
 
     def check_next(self, token: int) -> int:
         """Could this be the next token? Called by `Decoder.step`. Raises as `feed` does."""
-        (checked,) = self._checked([token]).tolist()
+        (checked,) = self._checked([token], "step").tolist()
         self._require_open()
         self._decoder.check_room(self.position, 1)
         return int(checked)
+
+    def about_to_write(self, tokens: int) -> None:
+        """Called before the backend writes: should it be interrupted, what these tokens overwrite must count as gone."""
+        self._reached = max(self._reached, self._fed + tokens)
 
     def took(self, token: int, logits: NDArray[np.float32]) -> None:
         """Called by `Decoder.step`: the row has been stepped by `token`."""
@@ -249,7 +242,7 @@ class Stream:
         """Become what `capture` gave. The record is trusted: `read_snapshot` has checked it."""
         self._fed, self._reached = record["fed"], record["reached"]
         self._pending = list(record["pending"])
-        self._history = deque(record["history"], maxlen=HISTORY_TOKENS)
+        self._history = deque(record["history"], maxlen=self._history.maxlen)
         self._logits_stand = record["logits_stand"]
         self._sampler = None
         if record["sampler"] is not None:
@@ -260,6 +253,8 @@ class Stream:
 
     def _advance(self, tokens: NDArray[np.int64], out: NDArray[np.float32] | None) -> None:
         """Run the tokens, of which the first `len(_pending)` are the pending ones."""
+        chunk = self._decoder.manifest.chunk
+        self.about_to_write(min(chunk, len(tokens)))
         for start, stop, logits in self._decoder.run(self.row, self._fed, tokens, out is not None):
             if out is not None:
                 out[start:stop] = logits
@@ -270,38 +265,58 @@ class Stream:
             del self._pending[:carried]
             for token in tokens[start + carried : stop].tolist():
                 self._remember(token)
+            self.about_to_write(min(chunk, len(tokens) - stop))
 
     def _count(self, tokens: int) -> None:
         self._fed += tokens
-        self._reached = max(self._reached, self._fed)
         self._logits_stand = True
+
+    def _oldest(self) -> int:
+        """The furthest position to roll back to: one token before it, the last one's logits can still be made anew."""
+        # Up to the first wrap nothing has been overwritten.
+        wrapped = self._reached > self._decoder.shortest_capacity
+        return self._reached - self._decoder.slack_tokens if wrapped else 0
+
+    def _slack_wanted(self, target: int) -> str:
+        return f"what lay before is overwritten; export with --slack {self._reached - target} to take back that many"
+
+    def _renew_logits(self) -> None:
+        """Make `_logits` those of the newest token: write what is pending, or run the token that a rollback has left as the last again."""
+        self.flush()
+        if not self._logits_stand:
+            last = np.array([self._history[-1]], np.int64)
+            for _, _, logits in self._decoder.run(self.row, self._fed - 1, last, False):
+                self._logits[:] = logits[-1]
+            self._logits_stand = True
 
     def _require_logits(self, call: str) -> None:
         if not self.position:
             raise InputError(f"{call}: the stream is empty, there is nothing to continue; feed a prompt of at least one token first")
-        if not self._logits_stand and not self._history:
-            raise InputError(f"{call}: the rollback went past what the stream remembers of its own tokens; feed at least one token first")
+        if not self._logits_stand and self._fed < self._oldest():
+            raise InputError(f"{call}: a call was interrupted after a rollback and overwrote what the last token saw; feed a token first")
 
     def _remember(self, token: int) -> None:
         self._history.append(token)
         if self._sampler is not None:
             self._sampler.observe(token)
 
-    def _checked(self, ids: Ids) -> NDArray[np.int64]:
+    def _checked(self, ids: Ids, call: str = "feed") -> NDArray[np.int64]:
         try:
             array = np.asarray(ids)
         except (ValueError, TypeError) as error:  # rows of different lengths, or no numbers at all
-            raise InputError(f"feed: got {type(ids).__name__} that is no list of ids ({error}); give token ids in one dimension") from None
+            raise InputError(
+                f"{call}: got {type(ids).__name__} that is no list of ids ({error}); give token ids in one dimension"
+            ) from None
         if array.ndim != 1 or not array.size:
-            raise InputError(f"feed: got ids of shape {array.shape}, expected at least one token id in one dimension")
+            raise InputError(f"{call}: got ids of shape {array.shape}, expected at least one token id in one dimension")
         # numpy keeps integers beyond 64 bits as objects: those are refused below, as outside the vocabulary.
         if not np.issubdtype(array.dtype, np.integer) and not all(type(token) is int for token in array.tolist()):
-            raise InputError(f"feed: got ids of dtype {array.dtype}, expected integers")
+            raise InputError(f"{call}: got ids of dtype {array.dtype}, expected integers")
         vocab = len(self._logits)
         wrong = np.flatnonzero((array < 0) | (array >= vocab))
         if wrong.size:
             raise InputError(
-                f"feed: ids[{wrong[0]}] is {array[wrong[0]]}, outside the vocabulary [0, {vocab}): use this bundle's tokenizer"
+                f"{call}: ids[{wrong[0]}] is {array[wrong[0]]}, outside the vocabulary [0, {vocab}): use this bundle's tokenizer"
             )
         return array.astype(np.int64)
 
