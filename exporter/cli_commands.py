@@ -42,8 +42,16 @@ def export_command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder, .gguf file, or a known name: smollm2.")],
     out: Annotated[Path, typer.Option(help="Folder of the new bundle.", show_default=False)],
     policy: Annotated[str, typer.Option(help="Positions: streaming (sinks stay near, no end) or native (as trained).")] = "streaming",
-    sinks: Annotated[int, typer.Option(help="First tokens of a stream that are kept for ever.")] = 4,
-    window: Annotated[int, typer.Option(help="Recent tokens that each token sees, itself included.")] = 256,
+    sinks: Annotated[
+        int | None, typer.Option(help="First tokens of a stream that are kept for ever. Default: 4.", show_default=False)
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Recent tokens that each token sees, itself included. Default: 256.", show_default=False)
+    ] = None,
+    capacity: Annotated[
+        int | None,
+        typer.Option(help="With --policy native: full attention over at most so many tokens, no sinks or window.", show_default=False),
+    ] = None,
     chunk: Annotated[int, typer.Option(help="Tokens of a prompt that are read in one call.")] = 64,
     batch: Annotated[int, typer.Option(help="Streams side by side.")] = 1,
     dtype: Annotated[str, typer.Option(help="Numbers in weights and caches: fp32.")] = "fp32",
@@ -62,6 +70,7 @@ def export_command(
             policy=policy,  # type: ignore[arg-type]  # checked there, with a message that names the choices
             sinks=sinks,
             window=window,
+            capacity=capacity,
             chunk=chunk,
             batch=batch,
             slack=slack,
@@ -74,10 +83,12 @@ def export_command(
         print_json({"bundle": str(out), "seconds": seconds, "cache_bytes": manifest.cache_bytes, "manifest": dataclasses.asdict(manifest)})
         return
     geometry = manifest.rings[0].geometry
+    ring = f"S={geometry.sinks_tokens} W={geometry.window_tokens} M={geometry.slots} C={geometry.capacity}, B={manifest.batch}"
+    linear = f"linear, full after {geometry.most_tokens} tokens, C={geometry.capacity}, B={manifest.batch}"
     print_facts(
         {
             "policy": manifest.policy,
-            "ring": f"S={geometry.sinks_tokens} W={geometry.window_tokens} M={geometry.slots} C={geometry.capacity}, B={manifest.batch}",
+            "ring": ring if geometry.wraps else linear,
             "weights": f"{manifest.model.weight_bytes:,} bytes",
             "cache": f"{manifest.cache_bytes:,} bytes at every age",
             "graphs": ", ".join(sorted({graph.path for graph in manifest.graphs})),

@@ -20,7 +20,7 @@ def print_inspection(found: "Inspection") -> None:
             f"V={model.vocab_size}, trained for {model.trained_context_tokens} tokens",
             "policy": manifest.policy,
             "batch, chunk": f"B={manifest.batch}, {manifest.chunk} tokens",
-            "positions": f"exact up to {manifest.position_limit:,}",
+            "positions": _positions(found),
             "weights": f"{model.weight_bytes:,} bytes, {manifest.dtype}",
             "cache": f"{found.cache_bytes:,} bytes at every age",
             "tokenizer": _tokenizer(found),
@@ -31,10 +31,11 @@ def print_inspection(found: "Inspection") -> None:
     )
     print()
     print_table(
-        ("ring", "S", "W", "M", "C", "slack", "layers", "tensors", "shape of each", "bytes", "(S+M)*2*L*G*D*bytes*B"),
+        ("ring", "kind", "S", "W", "M", "C", "slack", "layers", "tensors", "shape of each", "bytes", "(S+M)*2*L*G*D*bytes*B"),
         [
             (
                 ring.write_index,
+                ring.kind,
                 ring.sinks_tokens,
                 ring.window_tokens,
                 ring.slots,
@@ -88,6 +89,11 @@ def print_engines(engines: Sequence[EngineSummary]) -> None:
     for engine in engines:
         for warning in engine.warnings:
             print(f"{engine.path}: {warning}")
+
+
+def _positions(found: "Inspection") -> str:
+    full = [ring.most_tokens for ring in found.rings if ring.most_tokens is not None]
+    return f"a stream is full after {min(full):,} tokens" if full else f"exact up to {found.manifest.position_limit:,}"
 
 
 def _tokenizer(found: "Inspection") -> str:

@@ -26,6 +26,7 @@ CHAT_TEMPLATE_NAME = "chat_template.jinja"
 DTYPES = {"fp32": "float32"}
 # TensorRT pads a cache whose slots are no multiple of this, at the price of a copy of it per layer and chunk.
 CAPACITY_MULTIPLE = 8
+SINKS, WINDOW = 4, 256
 
 Progress = Callable[[str], None]
 
@@ -35,8 +36,9 @@ def export_decoder(
     out: str | Path,
     *,
     policy: Policy = "streaming",
-    sinks: int = 4,
-    window: int = 256,
+    sinks: int | None = None,
+    window: int | None = None,
+    capacity: int | None = None,
     chunk: int = 64,
     batch: int = 1,
     slack: int = 0,
@@ -48,7 +50,9 @@ def export_decoder(
     """Export `model` (a Hugging Face folder, a .gguf file, or a known name such as "smollm2") to the bundle folder `out`.
 
     policy: "streaming" (StreamingLLM positions) or "native" (the positions the model was trained with).
-    sinks (S), window (W, the current token included), chunk (longest prefill call), slack (tokens that can be rolled back): tokens.
+    sinks (S, default 4), window (W, the current token included, default 256), chunk (longest prefill call), slack (tokens that can be
+    rolled back): tokens. capacity: full attention instead of sinks and a window, policy "native": a linear cache that is full after so
+    many tokens and from which any number can be rolled back.
     batch (B): rows of the decode graph. dtype: "fp32". targets: which runtimes get graphs.
     progress is called with a line at the start of each stage.
 
@@ -57,7 +61,7 @@ def export_decoder(
     """
     out = Path(out)
     say = progress or (lambda _: None)
-    geometry = _check_numbers(policy, sinks, window, chunk, batch, slack, dtype)
+    geometry = _check_numbers(policy, sinks, window, capacity, chunk, batch, slack, dtype)
     chosen = _find_targets(targets)
     check_replaceable(out)
     if (out / MANIFEST_NAME).exists() and not overwrite:
@@ -69,7 +73,7 @@ def export_decoder(
     except ModelError as error:
         raise UnsupportedError(str(error)) from None
     shape = decoder_shape(loaded.config)
-    _check_context(shape, sinks=sinks, window=window, chunk=chunk, slack=slack)
+    _check_context(shape, geometry, chunk=chunk, slack=slack)
     try:
         with new_bundle(out) as part:
             graphs: list[Graph] = []
@@ -88,17 +92,44 @@ def export_decoder(
     return manifest
 
 
-def _check_numbers(policy: str, sinks: int, window: int, chunk: int, batch: int, slack: int, dtype: str) -> RingGeometry:
+def _check_numbers(
+    policy: str, sinks: int | None, window: int | None, capacity: int | None, chunk: int, batch: int, slack: int, dtype: str
+) -> RingGeometry:
     if policy not in get_args(Policy):
         raise InputError(f"policy {policy!r} is not known; use one of {', '.join(get_args(Policy))}")
     if dtype not in DTYPES:
         raise UnsupportedError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}")
-    for name, value in (("sinks", sinks), ("window", window), ("chunk", chunk), ("batch", batch), ("slack", slack)):
+    optional = [(name, value) for name, value in (("sinks", sinks), ("window", window), ("capacity", capacity)) if value is not None]
+    for name, value in (*optional, ("chunk", chunk), ("batch", batch), ("slack", slack)):
         if isinstance(value, bool) or not isinstance(value, int):
             raise InputError(f"{name}={value!r} is {type(value).__name__}: give a whole number")
     if batch < 1:
         raise GeometryError(f"batch={batch}: must be 1 or more rows")
+    if capacity is not None:
+        return _linear_geometry(policy, sinks, window, capacity, chunk, slack)
+    sinks, window = SINKS if sinks is None else sinks, WINDOW if window is None else window
     return RingGeometry.for_chunk(sinks, window, chunk, slack, capacity_multiple=CAPACITY_MULTIPLE)
+
+
+def _linear_geometry(policy: str, sinks: int | None, window: int | None, capacity: int, chunk: int, slack: int) -> RingGeometry:
+    if policy == "streaming":
+        raise GeometryError(
+            f"capacity={capacity} with policy streaming, whose streams have no end: use policy native for a cache of {capacity} tokens, "
+            "or sinks and window in its place"
+        )
+    for name, value in (("sinks", sinks), ("window", window)):
+        if value is not None:
+            raise GeometryError(
+                f"{name}={value} with capacity={capacity}: every token of such a cache sees all before it; leave out {name} or capacity"
+            )
+    if slack:
+        raise GeometryError(f"slack={slack} with capacity={capacity}: any number of tokens can be rolled back then; leave out slack")
+    geometry = RingGeometry.linear(capacity, capacity_multiple=CAPACITY_MULTIPLE)
+    if chunk < 1:
+        raise GeometryError(f"chunk={chunk}: must be 1 or more tokens per prefill call")
+    if chunk > capacity:
+        raise GeometryError(f"chunk={chunk} is more than capacity={capacity}: use a chunk of at most {capacity}, or more capacity")
+    return geometry
 
 
 def _find_targets(names: Iterable[str]) -> list[Target]:
@@ -109,7 +140,13 @@ def _find_targets(names: Iterable[str]) -> list[Target]:
     return [find_target(name) for name in dict.fromkeys(listed)]
 
 
-def _check_context(shape: DecoderShape, *, sinks: int, window: int, chunk: int, slack: int) -> None:
+def _check_context(shape: DecoderShape, geometry: RingGeometry, *, chunk: int, slack: int) -> None:
+    sinks, window = geometry.sinks_tokens, geometry.window_tokens
+    if not geometry.wraps and window > shape.context_tokens:
+        raise GeometryError(
+            f"capacity={window} is more than the {shape.context_tokens} tokens the model was trained for: use at most that, "
+            "or policy streaming for streams without end"
+        )
     for name, value in (("chunk", chunk), ("slack", slack)):
         if value > shape.context_tokens:
             raise GeometryError(
@@ -171,7 +208,7 @@ def _manifest(
             StateTensor(
                 name=name,
                 updated=updated_name(name),
-                kind="ring",
+                kind="ring" if geometry.wraps else "linear",
                 shape=(batch, shape.kv_heads, geometry.capacity, shape.head_size),
                 dtype="float32",
                 batch_axis=0,

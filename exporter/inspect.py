@@ -16,9 +16,14 @@ from sinkring.runtime.manifest import DTYPE_BYTES, MANIFEST_NAME, Graph, Manifes
 
 @dataclass(frozen=True)
 class RingSummary:
-    """One ring geometry and its tensors: S, W, M, C and slack in tokens, allocated bytes, and (S + M) * 2 * L * G * D * bytes * B."""
+    """One geometry and its tensors: S, W, M, C and slack in tokens, allocated bytes, and (S + M) * 2 * L * G * D * bytes * B.
+
+    kind: that of its states. capacity is C, the slots; most_tokens how many tokens a linear cache holds, None for a ring.
+    """
 
     write_index: str
+    kind: str
+    most_tokens: int | None
     sinks_tokens: int
     window_tokens: int
     slots: int
@@ -94,7 +99,7 @@ def inspect_bundle(bundle: str | Path) -> Inspection:
 
 
 def _ring(manifest: Manifest, index: int, ring: Ring) -> RingSummary:
-    states = [state for state in manifest.states if state.kind == "ring" and state.ring == index]
+    states = [state for state in manifest.states if state.kind in ("ring", "linear") and state.ring == index]
     if not states:
         raise BundleError(f"{MANIFEST_NAME}: rings[{index}] ({ring.write_index}) has no state tensors; export again")
     geometry, model = ring.geometry, manifest.model
@@ -110,6 +115,8 @@ def _ring(manifest: Manifest, index: int, ring: Ring) -> RingSummary:
         )
     return RingSummary(
         write_index=ring.write_index,
+        kind=states[0].kind,
+        most_tokens=geometry.most_tokens,
         sinks_tokens=geometry.sinks_tokens,
         window_tokens=geometry.window_tokens,
         slots=geometry.slots,

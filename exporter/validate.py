@@ -38,7 +38,7 @@ def validate_bundle(
 
     Returns a Validation, also for a bundle that is wrong: see `passed` and `failures`.
     Raises BundleError for a bundle that is damaged or whose model is missing or another one, InputError for steps below 1 or more than the
-    text has, UnsupportedError, DependencyError.
+    text has, UnsupportedError, DependencyError. Of a linear cache at most its capacity is run.
     """
     path = Path(bundle)
     if steps < 1:
@@ -50,13 +50,19 @@ def validate_bundle(
     geometry = _only_ring(path, manifest)
     if manifest.dtype not in RELATIVE_TOLERANCE:
         raise UnsupportedError(f"{path}: no tolerance is known for dtype {manifest.dtype}, only for {', '.join(RELATIVE_TOLERANCE)}")
+    most = geometry.most_tokens
+    cut = [f"steps={steps} are more than the capacity: {most} were run"] if most is not None and steps > most else []
+    steps = steps if most is None else min(steps, most)
     runs, notes = _plan_runs(path, manifest, target, steps)
+    notes += cut
     reference = read_reference_ids(path, manifest, steps)
     say: Progress = progress or (lambda stage, done, total: None)
-    expected = compute_expected(str(bundle), manifest, geometry.sinks_tokens, geometry.window_tokens, reference.ids, model, say)
+    # Of a linear cache the run sees as much as it has tokens, so that a window shorter by one is a control.
+    window = geometry.window_tokens if geometry.wraps else steps
+    expected = compute_expected(str(bundle), manifest, geometry.sinks_tokens, window, reference.ids, model, say)
     tolerance = RELATIVE_TOLERANCE[manifest.dtype] * expected.scale
     spans = age_spans(geometry, steps)
-    if len(spans) < 3:
+    if geometry.wraps and len(spans) < 3:
         notes.append(f"steps={steps} do not reach the second wrap of the ring, at position {geometry.capacity + geometry.slots}")
     if not expected.wrong:
         notes.append(f"steps={steps} do not reach past sinks + window: nothing leaves the window, so the window is not tested")

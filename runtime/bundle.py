@@ -20,8 +20,10 @@ def check_consistent(bundle: Path, manifest: Manifest) -> None:
     if manifest.batch < 1 or manifest.chunk < 1:
         raise fail("batch, chunk", (manifest.batch, manifest.chunk), "1 or more")
     for ring in manifest.rings:
-        if manifest.chunk > ring.geometry.slack + 1:
-            raise fail("chunk", manifest.chunk, f"at most {ring.geometry.slack + 1}, one more than the slack of {ring.write_index}")
+        longest = ring.geometry.longest_chunk
+        if manifest.chunk > longest:
+            reason = f"one more than the slack of {ring.write_index}" if ring.geometry.wraps else f"the capacity of {ring.write_index}"
+            raise fail("chunk", manifest.chunk, f"at most {longest}, {reason}")
     for state in manifest.states:
         if state.dtype not in DTYPE_BYTES:
             raise fail(f"{state.name}: dtype", repr(state.dtype), f"one of {', '.join(DTYPE_BYTES)}")
@@ -29,12 +31,14 @@ def check_consistent(bundle: Path, manifest: Manifest) -> None:
             raise fail(f"{state.name}: batch_axis", state.batch_axis, f"an axis of {state.shape}")
         if state.shape[state.batch_axis] != manifest.batch:
             raise fail(f"{state.name}: rows", state.shape[state.batch_axis], f"batch, {manifest.batch}")
-        if state.kind == "ring":
+        if state.kind in ("ring", "linear"):
             if state.ring is None or not 0 <= state.ring < len(manifest.rings):
                 raise fail(f"{state.name}: ring", state.ring, f"one of the {len(manifest.rings)} rings")
-            capacity = manifest.rings[state.ring].geometry.capacity
-            if state.shape[-2:-1] != (capacity,):
-                raise fail(f"{state.name}: slots", state.shape[-2:-1], f"those of its ring, {capacity}")
+            geometry = manifest.rings[state.ring].geometry
+            if state.shape[-2:-1] != (geometry.capacity,):
+                raise fail(f"{state.name}: slots", state.shape[-2:-1], f"those of its ring, {geometry.capacity}")
+            if (state.kind == "ring") != geometry.wraps:
+                raise fail(f"{state.name}: kind", repr(state.kind), f"that of its ring, whose geometry has wraps={geometry.wraps}")
     tokenizer = manifest.tokenizer
     named = [graph.path for graph in manifest.graphs]
     if tokenizer is not None:

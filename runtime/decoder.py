@@ -48,8 +48,8 @@ class Decoder:
 
     @property
     def slack_tokens(self) -> int:
-        """How many tokens a wrapped stream can take back."""
-        return min(geometry.slack for geometry in self._geometries)
+        """How many tokens a stream can take back once a ring has overwritten one; all of them if its caches are linear."""
+        return min(geometry.slack if geometry.wraps else geometry.window_tokens for geometry in self._geometries)
 
     @property
     def shortest_capacity(self) -> int:
@@ -71,15 +71,17 @@ class Decoder:
 
         Returns float32 [V] for each: the logits after its token.
         Raises InputError or CapacityError, before anything has changed, for an id outside [0, V), a stream of another decoder or a closed
-        one, and past the position limit.
+        one, and past the position limit or the capacity.
         """
         self.require_open()
-        if not tokens:
-            raise InputError("step: no streams were given; name at least one with its token")
+        if not isinstance(tokens, Mapping) or not tokens:
+            raise InputError(f"step: got {tokens!r}; give a dictionary of at least one stream and its token")
         ids = {}
         for stream, token in tokens.items():
+            if not isinstance(stream, Stream):
+                raise InputError(f"step: {stream!r} is {type(stream).__name__}; give a dictionary of streams and their tokens")
             if self._streams.get(stream.row) is not stream:
-                raise InputError("step: a stream is closed or belongs to another decoder; use streams of this one")
+                raise InputError("step: a stream is closed or belongs to another decoder; use open streams of this one")
             ids[stream] = stream.check_next(token)
         for stream in ids:
             stream.flush()
@@ -125,6 +127,12 @@ class Decoder:
             raise CapacityError(
                 f"position {position} + {tokens} tokens is past {limit}, the last position with exact angles; reset the stream"
             )
+        for most in (geometry.most_tokens for geometry in self._geometries):
+            if most is not None and position + tokens > most:
+                raise CapacityError(
+                    f"position {position} + {tokens} tokens is {position + tokens}, the bundle's capacity is {most}: "
+                    "reset the stream, export with a larger --capacity, or with --policy streaming for streams without end"
+                )
 
     def run(self, row: int, position: int, tokens: NDArray[np.int64], all_logits: bool) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
         """Feed a row in chunks. Yields (start, stop, logits [stop-start,V] or [1,V]); the next call overwrites logits."""

@@ -42,7 +42,7 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Ring:
-    """One ring geometry. `write_index` names the graph input int64 [B] that says where the first new row goes."""
+    """One geometry, of a ring or a linear cache. `write_index` names the graph input int64 [B]: where the first new row goes."""
 
     write_index: str
     geometry: RingGeometry
@@ -54,7 +54,7 @@ class StateTensor:
     """One tensor that lives from step to step: graph input `name`, its updated self is the graph output `updated`.
 
     shape is that of the whole batch; `batch_axis` is the axis of the stream rows; `initial` fills it at allocation and at reset;
-    `ring` indexes Manifest.rings for kind "ring" and is None otherwise.
+    `ring` indexes Manifest.rings for the kinds "ring" and "linear" (a ring that never wraps) and is None otherwise.
     """
 
     name: str
@@ -138,7 +138,7 @@ class Manifest:
 
     @property
     def cache_bytes_formula(self) -> int:
-        """(S + M) * 2 * G * D * bytes, summed over the ring layers and rows: what `cache_bytes` must equal when all state is rings."""
+        """(S + M) * 2 * G * D * bytes, summed over the layers and rows: what `cache_bytes` must equal when all state is caches."""
         model, item = self.model, DTYPE_BYTES[self.dtype]
         return sum(
             self.batch * ring.geometry.capacity * 2 * len(ring.layers) * model.kv_heads * model.head_size * item for ring in self.rings

@@ -57,11 +57,11 @@ class OnnxRuntimeBackend:
         if not idle:
             self._decode.run_with_iobinding(self._decode_binding)
             return
-        # The graph steps every row: an idle one writes the slot that its next token will take, so only that slot has to be put back.
+        # The graph steps every row: an idle one writes the one slot of its write index, so only that has to be put back.
         rows = np.array(idle, np.int64)
         kept = []
         for state in self._manifest.states:
-            assert state.kind == "ring", f"{state.name}: idle rows of kind {state.kind} are not kept yet"
+            assert state.kind in ("ring", "linear"), f"{state.name}: idle rows of kind {state.kind} are not kept yet"
             assert state.ring is not None, f"{state.name}: has no ring"
             where = (rows, slice(None), self.write_index[state.ring][rows])
             kept.append((self._states[state.name], where, self._states[state.name][where]))

@@ -99,6 +99,21 @@ def test_export_options_that_make_no_sense(option: str, value: object, words: st
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "capacity=32 with policy streaming, whose streams have no end: use policy native"),
+        (["--policy", "native", "--sinks", 4], "leave out sinks or capacity"),
+        (["--policy", "native", "--window", 256], "leave out window or capacity"),
+        (["--policy", "native", "--slack", 2], "leave out slack"),
+        (["--policy", "native"], "chunk=64 is more than capacity=32"),
+    ],
+)
+def test_capacity_does_not_go_with_a_ring(options: list[object], words: str, speaking_model: Path, tmp_path: Path) -> None:
+    assert words in refused("export", speaking_model, "--out", tmp_path / "bundle", "--capacity", 32, *options)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("command", [["run", "--prompt", "a"], ["inspect"], ["build"], ["validate"]], ids=lambda command: command[0])
 def test_a_damaged_file_is_named_with_both_hashes(command: list[str], speaking_bundle: Path, tmp_path: Path) -> None:
     def flip_a_bit(folder: Path, manifest: dict) -> None:

@@ -316,6 +316,34 @@ def test_unknown_names_are_refused_with_the_known_ones(
 
 
 @pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"policy": "streaming"}, "capacity=32 with policy streaming, whose streams have no end: use policy native"),
+        ({"sinks": 4}, "sinks=4 with capacity=32: .* leave out sinks or capacity"),
+        ({"sinks": 0}, "sinks=0 with capacity=32"),
+        ({"window": 256}, "window=256 with capacity=32"),
+        ({"slack": 3}, "slack=3 with capacity=32: any number"),
+        ({"capacity": 0, "chunk": 1}, "capacity=0: must be 1 or more"),
+        ({"chunk": 33}, "chunk=33 is more than capacity=32: use a chunk of at most 32"),
+        ({"chunk": 0}, "chunk=0: must be 1 or more"),
+        ({"capacity": 3.5}, r"capacity=3\.5 is float: give a whole number"),
+        ({"capacity": True}, "capacity=True is bool"),
+    ],
+    ids=str,
+)
+def test_a_capacity_that_makes_no_sense(out: Path, options: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_to_load(monkeypatch)
+    with pytest.raises(SinkringError, match=match):
+        export_decoder("smollm2", out, **{"policy": "native", "capacity": 32, "chunk": 8, **options})
+
+
+def test_a_capacity_beyond_the_trained_context(tiny_model: Path, out: Path) -> None:
+    with pytest.raises(GeometryError, match="capacity=257 is more than the 256 tokens the model was trained for"):
+        export_decoder(tiny_model, out, policy="native", capacity=257)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
     ("targets", "match"), [([], "targets"), ("onnxruntime", "targets"), (None, "targets"), ([["onnxruntime"]], "targets?")], ids=repr
 )
 def test_targets_are_a_list_of_names(out: Path, targets: Any, match: str, monkeypatch: pytest.MonkeyPatch) -> None:

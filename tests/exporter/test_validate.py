@@ -67,7 +67,7 @@ def test_result_says_what_was_validated_and_is_json(bundles: dict[str, Path]) ->
     assert {run.targets for run in result.runs} == {("onnxruntime",)}
     raw = json.loads(result.to_json())
     assert raw["passed"] is True
-    assert raw["geometry"] == {"sinks_tokens": 2, "window_tokens": 4, "slots": 6}
+    assert raw["geometry"] == {"sinks_tokens": 2, "window_tokens": 4, "slots": 6, "wraps": True}
     assert (raw["policy"], raw["steps"], raw["bundle"]) == ("streaming", STEPS, str(bundles["streaming"]))
     assert set(raw["versions"]) == {"sinkring", "onnxruntime", "torch", "transformers", "numpy"}
     assert raw["machine"]["cpu"]

@@ -156,6 +156,8 @@ def test_weights_that_end_before_the_graph_does(bundle: Path) -> None:
         (lambda m: m.update(chunk=12), "chunk is 12, expected at most 11"),
         (lambda m: m["rings"][0]["geometry"].update(slots=13), r"cache.0.k: slots is \(16,\), expected those of its ring, 15"),
         (lambda m: m["rings"][0]["geometry"].update(slots=3), "ring slots=3 is less than window=4"),
+        (lambda m: m["states"][1].update(kind="linear"), "cache.0.v: kind is 'linear', expected that of its ring, .* wraps=True"),
+        (lambda m: m["states"][1].update(kind="linear", ring=None), "cache.0.v: ring is None"),
         (lambda m: m["states"][1].update(ring=1), "cache.0.v: ring is 1, expected one of the 1 rings"),
         (lambda m: m["states"][1].update(ring=-1), "cache.0.v: ring is -1"),
         (lambda m: m["states"][1].update(batch_axis=4), "cache.0.v: batch_axis is 4"),

@@ -74,6 +74,16 @@ def test_fields_with_a_default_may_be_left_out() -> None:
     assert Manifest.from_json(json.dumps(raw), WHERE) == dataclasses.replace(make_manifest(), engines=(), tokenizer=None)
 
 
+def test_round_trip_of_a_linear_cache() -> None:
+    geometry = RingGeometry.linear(5, capacity_multiple=7)
+    states = tuple(dataclasses.replace(state, kind="linear") for state in make_manifest().states)
+    manifest = dataclasses.replace(make_manifest(), rings=(Ring("write_index.0", geometry, (0, 1)),), states=states)
+    again = Manifest.from_json(manifest.to_json(), WHERE)
+    assert again == manifest
+    assert again.rings[0].geometry.most_tokens == 5
+    assert again.cache_bytes == again.cache_bytes_formula == 4 * 3 * 2 * 7 * 8 * 4
+
+
 def test_whole_number_is_taken_for_a_float() -> None:
     raw = parsed()
     raw["states"][0]["initial"] = 0
@@ -113,6 +123,10 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
         f"{WHERE}: rings[0]: geometry: ring slots=3 is less than window=4",
     ),
     "no window": (lambda raw: raw["rings"][0]["geometry"].update(window_tokens=0), f"{WHERE}: rings[0]: geometry: window=0"),
+    "linear with sinks": (
+        lambda raw: raw["rings"][0]["geometry"].update(wraps=False),
+        f"{WHERE}: rings[0]: geometry: sinks=2 in a cache that does not wrap",
+    ),
     "negative sinks": (lambda raw: raw["rings"][0]["geometry"].update(sinks_tokens=-1), f"{WHERE}: rings[0]: geometry: sinks=-1"),
     "newer version": (lambda raw: raw.update(format_version=FORMAT_VERSION + 1), f"{WHERE}: format version is {FORMAT_VERSION + 1}"),
     "no version": (lambda raw: raw.pop("format_version"), f"{WHERE}: format version is None"),
@@ -133,7 +147,7 @@ def test_damage_is_named_by_its_place(damage: str) -> None:
 
 @pytest.mark.parametrize("path", [(), ("model",), ("rings", 0), ("rings", 0, "geometry"), ("states", 0), ("graphs", 0), ("files", 0)])
 def test_every_field_without_a_default_is_asked_for(path: tuple[str | int, ...]) -> None:
-    optional = {"engines", "tokenizer", "ring", "layer"}
+    optional = {"engines", "tokenizer", "ring", "layer", "wraps"}
     inside: Any = parsed()
     for step in path:
         inside = inside[step]

@@ -209,3 +209,24 @@ def test_chunk_longer_than_the_slack_allows_is_refused() -> None:
     assert list(split_chunks(8, 6, 3, (small, large))) == [3, 3]
     with pytest.raises(GeometryError, match=r"chunk=4 needs a slack of 3 tokens.*M=6.*has 2: use a chunk of at most 3"):
         list(split_chunks(8, 6, 4, (large, small)))
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 12), st.data())
+def test_a_linear_cache_sees_all_and_keeps_all(capacity: int, multiple: int, chunk: int, data: st.DataObject) -> None:
+    geometry = RingGeometry.linear(capacity, multiple)
+    assert (geometry.most_tokens, geometry.capacity % multiple) == (capacity, 0)
+    assert capacity <= geometry.capacity < capacity + multiple
+    start = data.draw(st.integers(0, capacity - 1))
+    for position in range(capacity):
+        assert geometry.slot(position) == position
+        assert geometry.attended(position) == list(range(position + 1))
+    # No slack is needed, and nothing but the end cuts a chunk short.
+    lengths = list(split_chunks(start, capacity - start, chunk, (geometry,)))
+    assert lengths == [chunk] * ((capacity - start) // chunk) + [rest for rest in [(capacity - start) % chunk] if rest]
+
+
+def test_linear_caches_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(GeometryError, match="capacity=0: must be 1 or more"):
+        RingGeometry.linear(0)
+    with pytest.raises(GeometryError, match="sinks=1 in a cache that does not wrap"):
+        RingGeometry(1, 4, 4, wraps=False)
