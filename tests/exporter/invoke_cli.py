@@ -1,6 +1,7 @@
 """The command line, run in this process: quick, and with stdin, stdout and stderr as bytes."""
 
 import io
+import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -37,6 +38,8 @@ def spawn(*arguments: object, **options: object) -> subprocess.Popen[bytes]:
     """The same as a process of its own, its stdout and stderr pipes unless `options` say otherwise."""
     command = [sys.executable, "-m", "sinkring.exporter.cli", *map(str, arguments)]
     settings = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    # A job that a shell put in the background ignores Ctrl-C, and so would its children: the tests must not depend on who started them.
+    settings.setdefault("preexec_fn", lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     return subprocess.Popen(command, **settings)  # type: ignore[call-overload]
 
 
