@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from sinkring.models.errors import ModelError, SourceError
 from sinkring.models.oracle import attended, masked_dense_logits, streaming_logits, top2_margin
+from sinkring.models.patch import rotary_module
 from sinkring.models.registry import find_family
 from sinkring.models.source import load_model, resolve_source
 from sinkring.runtime.errors import BundleError, UnsupportedError
@@ -34,13 +35,17 @@ class Wrong:
 
 @dataclass(frozen=True)
 class Expected:
-    """logits float32 [N, V]; margins float32 [N], the best token's lead; scale: the largest |logit|; wrong: the controls."""
+    """logits float32 [N, V]; margins float32 [N], the best token's lead; scale: the largest |logit|; wrong: the controls.
+
+    inv_freq float32 [R/2]: the model's own rotary frequencies, radians per token.
+    """
 
     logits: NDArray[np.float32]
     margins: NDArray[np.float32]
     scale: float
     wrong: tuple[Wrong, ...]
     source: str
+    inv_freq: NDArray[np.float32]
 
 
 def compute_expected(
@@ -67,12 +72,19 @@ def compute_expected(
             with _layer_progress(network, stop, f"control: {name}", progress):
                 rows = _logits(manifest.policy, network, ids[:stop], other_sinks, other_window)[first:]
             wrong.append(Wrong(name, first, rows.numpy().copy()))
+        inv_freq = _inv_freq(network)
     except ModelError as error:
         raise UnsupportedError(f"{bundle}: the oracle cannot run: {error}") from None
     del network
     gc.collect()
     margins = top2_margin(logits).numpy()
-    return Expected(logits.numpy(), margins, float(logits.abs().max()), tuple(wrong), source)
+    return Expected(logits.numpy(), margins, float(logits.abs().max()), tuple(wrong), source, inv_freq)
+
+
+def _inv_freq(network: Any) -> NDArray[np.float32]:
+    frequencies = rotary_module(network).inv_freq
+    assert isinstance(frequencies, torch.Tensor), "rotary_module has checked it"
+    return frequencies.detach().float().numpy().copy()
 
 
 def wrong_geometries(sinks: int, window: int) -> tuple[tuple[str, int, int], ...]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sinkring.exporter.divergence import Divergence, age_spans
 from sinkring.exporter.expected_logits import Expected, Progress, compute_expected
 from sinkring.exporter.machine import describe_machine
-from sinkring.exporter.reference_text import read_reference_ids
+from sinkring.exporter.reference_text import ReferenceIds, read_reference_ids
 from sinkring.exporter.verdict import RELATIVE_TOLERANCE, Run, Validation, find_failures, judge_control, measure_growth
 from sinkring.runtime.bundle import check_consistent, check_files
 from sinkring.runtime.decoder import Decoder, open_bundle
@@ -47,19 +47,35 @@ def validate_bundle(
     # Before the oracle's minutes, not after.
     check_files(path, manifest)
     check_consistent(path, manifest)
-    geometry = _only_ring(path, manifest)
+    geometry = only_ring(path, manifest)
     if manifest.dtype not in RELATIVE_TOLERANCE:
         raise UnsupportedError(f"{path}: no tolerance is known for dtype {manifest.dtype}, only for {', '.join(RELATIVE_TOLERANCE)}")
     most = geometry.most_tokens
     cut = [f"steps={steps} are more than the capacity: {most} were run"] if most is not None and steps > most else []
     steps = steps if most is None else min(steps, most)
-    runs, notes = _plan_runs(path, manifest, target, steps)
+    runs, notes = plan_runs(path, manifest, target, steps)
     notes += cut
     reference = read_reference_ids(path, manifest, steps)
     say: Progress = progress or (lambda stage, done, total: None)
     # Of a linear cache the run sees as much as it has tokens, so that a window shorter by one is a control.
     window = geometry.window_tokens if geometry.wraps else steps
     expected = compute_expected(str(bundle), manifest, geometry.sinks_tokens, window, reference.ids, model, say)
+    return judge_runs(str(bundle), manifest, geometry, runs, notes, reference, expected, say)
+
+
+def judge_runs(
+    bundle: str,
+    manifest: Manifest,
+    geometry: RingGeometry,
+    runs: tuple[Run, ...],
+    notes: list[str],
+    reference: ReferenceIds,
+    expected: Expected,
+    say: Progress,
+) -> Validation:
+    """Run the bundle over the ids that `expected` was computed for, and judge. `geometry` is what it must have."""
+    path, steps = Path(bundle), len(reference.ids)
+    notes = list(notes)
     tolerance = RELATIVE_TOLERANCE[manifest.dtype] * expected.scale
     spans = age_spans(geometry, steps)
     if geometry.wraps and len(spans) < 3:
@@ -79,7 +95,7 @@ def validate_bundle(
     rows, ages = tuple(regions), tuple(found for found in growth if found)
     judged = tuple(judge_control(name, measured, tolerance) for name, measured in controls.items())
     return Validation(
-        bundle=str(bundle),
+        bundle=bundle,
         model=expected.source,
         model_sha256=manifest.model.source_sha256,
         policy=manifest.policy,
@@ -104,14 +120,15 @@ def validate_bundle(
     )
 
 
-def _only_ring(path: Path, manifest: Manifest) -> RingGeometry:
+def only_ring(path: Path, manifest: Manifest) -> RingGeometry:
+    """The geometry of all layers. Raises UnsupportedError for a bundle with several."""
     # The oracle knows one attended set for all layers.
     if len(manifest.rings) != 1:
         raise UnsupportedError(f"{path}: has {len(manifest.rings)} ring geometries, validation knows bundles with one")
     return manifest.rings[0].geometry
 
 
-def _plan_runs(path: Path, manifest: Manifest, target: str | None, steps: int) -> tuple[tuple[Run, ...], list[str]]:
+def plan_runs(path: Path, manifest: Manifest, target: str | None, steps: int) -> tuple[tuple[Run, ...], list[str]]:
     """Each distinct decode graph once, and each distinct pair of graphs once in chunks; and notes on what is left out."""
     targets = [target] if target else sorted({graph.target for graph in manifest.graphs})
     if not targets:

@@ -106,7 +106,7 @@ class Validation:
 
     def to_json(self) -> str:
         """The whole result, with `passed`. A figure that is not finite is null."""
-        return json.dumps({"passed": self.passed, **_plain(dataclasses.asdict(self))}, indent=2, allow_nan=False) + "\n"
+        return json.dumps({"passed": self.passed, **plain(dataclasses.asdict(self))}, indent=2, allow_nan=False) + "\n"
 
 
 def measure_growth(run: str, divergence: Divergence, spans: tuple[Span, ...], tolerance: float) -> Growth | None:
@@ -175,9 +175,10 @@ def _finite_max(figures: Divergence) -> float:
     return float(np.max(finite)) if finite.size else 0.0
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """For JSON, which has neither NaN nor infinity: a figure that is not finite becomes None."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
