@@ -32,9 +32,11 @@ def snapshot(stream: Stream) -> dict[str, Any]:
     return {
         "position": stream.position,
         "fed": stream._fed,
+        "reached": stream._reached,
         "pending": list(stream._pending),
         "history": list(stream._history),
         "logits": stream._logits.tobytes(),
+        "logits_stand": stream._logits_stand,
         "rows": {name: row.tobytes() for name, row in rows.items()},
         "sampler": stream._sampler and stream._sampler.state(),
     }
