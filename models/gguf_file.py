@@ -1,7 +1,11 @@
-"""What transformers passes over without a word when it reads a GGUF file, found out before it does."""
+"""GGUF files: what transformers passes over without a word when it reads one, found out before it does; and reading each only once."""
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 from sinkring.models.errors import SourceError, UnsupportedModel
 
@@ -10,6 +14,24 @@ from sinkring.models.errors import SourceError, UnsupportedModel
 class GgufFacts:
     architecture: str
     has_tokenizer: bool
+
+
+@contextmanager
+def gguf_read_once() -> Iterator[None]:
+    """Within the block a GGUF file is parsed once: loading a model asks for it four times, and a vocabulary takes seconds to parse.
+
+    Safe because nothing here writes to a reader or a name map. Without the gguf package it does nothing: whoever needs it says so.
+    """
+    try:
+        import gguf
+    except ImportError:
+        yield
+        return
+    with (
+        patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
+        patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
+    ):
+        yield
 
 
 def inspect_gguf(path: Path) -> GgufFacts:
@@ -22,7 +44,7 @@ def inspect_gguf(path: Path) -> GgufFacts:
         raise SourceError(f"{path}: starts with {magic!r}, a GGUF file with {b'GGUF'!r}; copy it again, or give another model")
     try:
         # Lays out every tensor, and raises whatever it stumbles over when bytes are missing.
-        reader = GGUFReader(path)
+        reader = GGUFReader(str(path))  # as transformers names it
         architecture = str(reader.fields["general.architecture"].contents())
     except Exception as error:
         raise SourceError(f"{path}: is damaged or cut short, {path.stat().st_size} bytes ({error}); copy it again") from error

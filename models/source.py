@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from sinkring.models.errors import ModelError, SourceError, UnsupportedModel
 from sinkring.models.fetch import KNOWN_WEIGHTS, fetch_weights, file_sha256
-from sinkring.models.gguf_file import inspect_gguf
+from sinkring.models.gguf_file import gguf_read_once, inspect_gguf
 from sinkring.models.quiet import quiet_transformers
 from sinkring.models.tokenizer import read_tokenizer
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, __version__
@@ -89,7 +89,7 @@ def load_model(source: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     Raises SourceError for what is missing or damaged, UnsupportedModel for an architecture or a setting that would be read wrongly.
     """
     found = resolve_source(source)
-    with quiet_transformers():
+    with quiet_transformers(), gguf_read_once():
         with _reading(found):
             with_tokenizer = found.kind == "folder" or inspect_gguf(found.path).has_tokenizer
         config = _read_config(found)
