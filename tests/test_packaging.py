@@ -1,5 +1,6 @@
 """What a user installs: the wheel holds the whole tree, and the runtime in it runs where there is no torch."""
 
+import json
 import subprocess
 import tomllib
 import zipfile
@@ -7,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from sinkring.runtime import open_bundle
 
 from tests.conftest import BareVenv
 
@@ -129,3 +131,21 @@ def test_setup_says_in_one_line_what_is_wrong_with_python(tmp_path: Path, python
     (line,) = result.stderr.splitlines()
     assert says in line
     assert str(stand_in) in line
+
+
+def test_the_bare_runtime_runs_a_bundle(bare_runtime_venv: BareVenv, tiny_bundle: Path) -> None:
+    """With nothing but numpy and onnxruntime: the same tokens as here, past the end of the ring, and still no torch."""
+    code = """
+import json, sys
+from sinkring.runtime import open_bundle
+with open_bundle(sys.argv[1], threads=1) as decoder:
+    stream = decoder.stream()
+    stream.feed(range(1, 30))
+    tokens = list(stream.generate(40))
+print(json.dumps({"tokens": tokens, "position": stream.position, "torch": "torch" in sys.modules}))
+"""
+    with open_bundle(tiny_bundle, threads=1) as decoder:
+        stream = decoder.stream()
+        stream.feed(range(1, 30))
+        here = list(stream.generate(40))
+    assert json.loads(bare_runtime_venv.run(code, str(tiny_bundle))) == {"tokens": here, "position": 69, "torch": False}
