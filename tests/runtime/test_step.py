@@ -72,7 +72,7 @@ def test_exactly_the_named_streams_advance(decoder: Decoder, streams: list[Strea
 def test_what_step_returned_is_never_overwritten(decoder: Decoder, streams: list[Stream]) -> None:
     got = decoder.step({streams[0]: 1, streams[1]: 2})
     kept = {stream: logits.copy() for stream, logits in got.items()}
-    decoder.step({stream: 3 for stream in streams})
+    decoder.step(dict.fromkeys(streams, 3))
     streams[0].reset()
     for stream, logits in got.items():
         np.testing.assert_array_equal(logits, kept[stream])
@@ -274,7 +274,7 @@ def test_a_text_does_not_depend_on_its_neighbours(decoder: Decoder, tiny_bundle_
 def test_equal_seeds_give_equal_texts_on_all_rows(decoder: Decoder) -> None:
     streams = [decoder.stream() for _ in range(3)]
     texts: list[list[int]] = [[], [], []]
-    decoder.step({stream: 5 for stream in streams})
+    decoder.step(dict.fromkeys(streams, 5))
     for _ in range(40):
         tokens = {stream: stream.sample(**OPTIONS["filtered"]) for stream in streams}
         for text, stream in zip(texts, streams, strict=True):
