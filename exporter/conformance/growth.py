@@ -1,0 +1,118 @@
+"""I8: nothing grows. Addresses, anonymous memory and Python's allocations after many steps at a full ring; time is told, not judged."""
+
+import gc
+import time
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import psutil
+from sinkring.exporter.conformance.findings import Check
+from sinkring.exporter.conformance.subject import Subject
+from sinkring.runtime.decoder import Decoder
+from sinkring.runtime.stream import HISTORY_TOKENS, Stream
+
+QUICK_STEPS, FULL_STEPS = 500, 100_000
+WARM_STEPS = 60
+BLOCK_STEPS = 50
+# Allocators take memory by the page and in arenas; one float kept in each of 500 steps is caught by Python's own count, below.
+RESIDENT_TOLERANCE_BYTES = 1 << 20
+PYTHON_TOLERANCE_BYTES = 16_384
+
+
+def check_growth(subject: Subject) -> Check:
+    """Step all rows at a full ring: 500 times, in the full suite 100,000 times or as often as the budget allows."""
+    wanted = FULL_STEPS if subject.full else QUICK_STEPS
+    with subject.open() as decoder:
+        streams = [decoder.stream() for _ in range(subject.manifest.batch)]
+        _fill(subject, streams)
+        _steps(subject, decoder, streams, WARM_STEPS)
+        gc.collect()
+        tracemalloc.start()
+        try:
+            # What the first traced steps allocate stays traced, like the entries of a bounded history that are replaced from here on.
+            _steps(subject, decoder, streams, subject.manifest.chunk + BLOCK_STEPS)
+            addresses = _addresses(decoder)
+            gc.collect()
+            python_before, resident_before = tracemalloc.get_traced_memory()[0], anonymous_bytes()
+            done, blocks = _until_budget(subject, decoder, streams, wanted)
+            gc.collect()
+            python_grown = tracemalloc.get_traced_memory()[0] - python_before
+            resident_grown = anonymous_bytes() - resident_before
+        finally:
+            tracemalloc.stop()
+        moved = [name for name, address in _addresses(decoder).items() if addresses[name] != address]
+        position = streams[0].position
+    fits = resident_grown <= RESIDENT_TOLERANCE_BYTES and python_grown <= PYTHON_TOLERANCE_BYTES
+    budget = "" if done >= wanted else f", of {wanted:,} as many as fit into {subject.budget_s:g} s"
+    return Check(
+        "I8",
+        f"{done:,} steps{budget}, up to position {position:,}, all {len(streams)} rows, {len(addresses)} buffers",
+        "bytes of anonymous memory grown",
+        float(resident_grown),
+        float(RESIDENT_TOLERANCE_BYTES),
+        fits and not moved,
+        f"addresses {f'moved: {moved[0]}' if moved else 'the same'}; Python's allocations {python_grown:+,} bytes, "
+        f"at most {PYTHON_TOLERANCE_BYTES:,}; {_slope(blocks)}",
+    )
+
+
+def anonymous_bytes() -> int:
+    """Resident memory that no file backs, where the system tells it apart (Linux); else all that is resident."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text(encoding="utf-8").splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    return int(psutil.Process().memory_info().rss)
+
+
+def _fill(subject: Subject, streams: list[Stream]) -> None:
+    """Until the ring is full and so is the stream's own bounded history of tokens, which is full of Python numbers from then on."""
+    most = subject.geometry.most_tokens
+    wanted = HISTORY_TOKENS + subject.geometry.capacity + 1 if most is None else subject.full_at
+    text = np.resize(subject.ids, wanted)
+    for stream in streams:
+        stream.feed(text)
+
+
+def _steps(subject: Subject, decoder: Decoder, streams: list[Stream], steps: int) -> None:
+    ids, most = subject.ids, subject.geometry.most_tokens
+    for _ in range(steps):
+        if most is not None and streams[0].position >= most:
+            for stream in streams:
+                stream.reset()
+                stream.feed(ids[:1])
+        decoder.step({stream: int(ids[stream.position % len(ids)]) for stream in streams})
+
+
+def _until_budget(subject: Subject, decoder: Decoder, streams: list[Stream], wanted: int) -> tuple[int, list[float]]:
+    """Returns the steps done, and ms a step of each block."""
+    began, done = time.perf_counter(), 0
+    # Made before counting starts and cut afterwards: a list that grows would be counted.
+    block_ms = np.zeros(-(-wanted // BLOCK_STEPS))
+    while done < wanted and time.perf_counter() - began < subject.budget_s:
+        block_began = time.perf_counter()
+        _steps(subject, decoder, streams, BLOCK_STEPS)
+        block_ms[done // BLOCK_STEPS] = (time.perf_counter() - block_began) * 1e3 / BLOCK_STEPS
+        done += BLOCK_STEPS
+        if done % (10 * BLOCK_STEPS) == 0:
+            subject.say("I8", done, wanted)
+    subject.say("I8", wanted, wanted)
+    return done, block_ms[: done // BLOCK_STEPS].tolist()
+
+
+def _addresses(decoder: Decoder) -> dict[str, int]:
+    backend = decoder.backend
+    own = {"tokens": backend.tokens, "position": backend.position, "logits": backend.logits}
+    own |= {f"write index {number}": buffer for number, buffer in enumerate(backend.write_index)}
+    return {**backend.addresses(), **{name: array.ctypes.data for name, array in own.items()}}
+
+
+def _slope(block_ms: list[float]) -> str:
+    median = float(np.median(block_ms))
+    if len(block_ms) < 4:
+        return f"{median:.3g} ms a step"
+    thousands = (np.arange(len(block_ms)) + 0.5) * BLOCK_STEPS / 1000
+    (slope, _), covariance = np.polyfit(thousands, block_ms, 1, cov=True)
+    return f"{median:.3g} ms a step, slope {slope:+.2g} ± {float(np.sqrt(covariance[0, 0])):.2g} ms per 1,000 steps (not judged)"
