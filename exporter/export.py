@@ -15,6 +15,7 @@ from sinkring.exporter.targets import TARGETS, Target, find_target
 from sinkring.exporter.weights import WeightsFile
 from sinkring.models.errors import ModelError
 from sinkring.models.registry import DecoderShape, decoder_shape, find_family
+from sinkring.models.rope import rope_length
 from sinkring.models.source import LoadedModel, load_model
 from sinkring.runtime.errors import BundleError, GeometryError, InputError, UnsupportedError
 from sinkring.runtime.manifest import MANIFEST_NAME, Graph, Manifest, ModelInfo, Policy, Ring, Role, StateTensor, Tokenizer
@@ -74,6 +75,10 @@ def export_decoder(
         raise UnsupportedError(str(error)) from None
     shape = decoder_shape(loaded.config)
     _check_context(shape, geometry, chunk=chunk, slack=slack)
+    try:
+        rope_length(loaded.config, policy, geometry.sinks_tokens, geometry.window_tokens)
+    except ModelError as error:
+        raise UnsupportedError(str(error)) from None
     try:
         with new_bundle(out) as part:
             graphs: list[Graph] = []

@@ -20,6 +20,7 @@ import torch
 from sinkring.exporter.angles import Angles
 from sinkring.exporter.node import DOMAIN, OP_TYPE
 from sinkring.models.registry import DecoderShape, Family
+from sinkring.models.rope import rope_frequencies, rope_length
 from sinkring.runtime.errors import UnsupportedError
 from sinkring.runtime.manifest import Role
 from sinkring.runtime.ring import RingGeometry
@@ -66,8 +67,9 @@ class _Step(torch.nn.Module):
         self.model = model
         self.geometry, self.policy = geometry, policy
         rotary = attrgetter(family.rotary)(model)
-        self.angles = Angles(rotary.inv_freq)
-        self.attention_scaling = float(rotary.attention_scaling)
+        length = rope_length(model.config, policy, geometry.sinks_tokens, geometry.window_tokens)
+        frequencies, self.attention_scaling = rope_frequencies(rotary, length)
+        self.angles = Angles(frequencies)
         first_attention = attrgetter(family.layers)(model)[0].self_attn
         self.modeling = sys.modules[type(first_attention).__module__]
         self.rotary_class = type(rotary)

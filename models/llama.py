@@ -5,7 +5,7 @@ from sinkring.models.registry import Family
 LLAMA = Family(
     name="llama",
     examples="Llama 2 and 3, SmolLM2, TinyLlama",
-    rope_types=("default", "linear", "llama3", "yarn"),
+    rope_types=("default", "linear", "llama3", "yarn", "dynamic", "longrope"),
     rotary="model.rotary_emb",
     layers="model.layers",
 )

@@ -5,7 +5,9 @@ A stream of N tokens with S sinks and a window of W tokens (the current one incl
     A(q) = {0 .. min(S, q+1)-1}  and  {max(S, q-W+1) .. q}
 
 `masked_dense_logits` gives these tokens the positions the model was trained with (policy "native"); `streaming_logits` gives them their
-places in the cache (policy "streaming", StreamingLLM, arXiv 2309.17453). Letters: N tokens, H query heads, G key/value heads, D head size,
+places in the cache (policy "streaming", StreamingLLM, arXiv 2309.17453). Where a model's angles depend on the length of its sequence
+(rope types dynamic, longrope), it is that of the longest in which tokens meet: S + W for the streaming policy, for the native one W without
+sinks and N with them, and N where that is less. Letters: N tokens, H query heads, G key/value heads, D head size,
 V vocabulary, R rotated head dimensions, L tokens in a cache, at most S + W.
 """
 
@@ -50,7 +52,8 @@ def masked_dense_logits(
     for query in range(tokens):
         mask[query, attended(query, sinks, window)] = 0.0
     positions = start_position + torch.arange(tokens)
-    exact = rotary_replaced(model, ExactRotation(rotary_module(model))) if exact_angles else nullcontext()
+    length = tokens if sinks else min(window, tokens)
+    exact = rotary_replaced(model, ExactRotation(rotary_module(model), length)) if exact_angles else nullcontext()
     with attention_implementation(model, "eager"), exact:
         return _forward(model, ids, positions, mask[None, None])
 
@@ -73,7 +76,7 @@ def streaming_logits_stepwise(model: PreTrainedModel, ids: Tensor, sinks: int, w
     Each layer's cache is a list of (key [G, D] not rotated, value [G, D]); with S + W of them full, the oldest after the sinks goes.
     """
     _check_streaming(model, ids, sinks, window)
-    rotation = ExactRotation(rotary_module(model))
+    rotation = ExactRotation(rotary_module(model), sinks + window)
     caches: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -105,7 +108,7 @@ def top2_margin(logits: Tensor) -> Tensor:
 
 
 def _streaming_in_blocks(model: PreTrainedModel, ids: Tensor, sinks: int, window: int) -> Tensor:
-    rotation = ExactRotation(rotary_module(model))
+    rotation = ExactRotation(rotary_module(model), sinks + window)
     tokens = len(ids)
     caches = [attended(query, sinks, window) for query in range(tokens)]
 
@@ -173,7 +176,7 @@ def _check_streaming(model: PreTrainedModel, ids: Tensor, sinks: int, window: in
     few = ids[:_PROBE_TOKENS]
     with attention_implementation(model, "eager"):
         expected = model(input_ids=few[None], use_cache=False).logits[0]
-    error = float((_streaming_in_blocks(model, few, 0, _PROBE_TOKENS) - expected).abs().max())
+    error = float((_streaming_in_blocks(model, few, 0, len(few)) - expected).abs().max())
     limit = 1e-3 * max(1.0, float(expected.abs().max()))
     if not error <= limit:
         raise UnsupportedModel(

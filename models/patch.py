@@ -31,8 +31,9 @@ _WITHOUT_EFFECT = {
     "output_hidden_states",
     "return_dict",
 }
-# Rotary types whose frequencies do not depend on the length of the sequence.
 _CONSTANT_ROPE = {"default", "linear", "llama3", "yarn"}
+# Their frequencies depend on the length of the sequence: a forward pass sets them.
+_LENGTH_ROPE = {"dynamic", "longrope"}
 
 
 def check_full_attention(model: PreTrainedModel) -> None:
@@ -58,7 +59,7 @@ def check_full_attention(model: PreTrainedModel) -> None:
 def rotary_module(model: PreTrainedModel) -> nn.Module:
     """The one module that gives all layers their angles: buffer inv_freq [R/2] float, attribute attention_scaling.
 
-    Raises UnsupportedModel if there is none or if its frequencies change with the length or from layer to layer.
+    Raises UnsupportedModel if there is none or if its frequencies change from layer to layer or in a way that is not known.
     """
     name = model.config.model_type
     rotary = getattr(model.base_model, "rotary_emb", None)
@@ -68,8 +69,9 @@ def rotary_module(model: PreTrainedModel) -> nn.Module:
             "the oracle reads decoders with rotary positions (Llama, Qwen2, Mistral, ...)"
         )
     rope_type = getattr(rotary, "rope_type", "default")
-    if not isinstance(rope_type, str) or rope_type not in _CONSTANT_ROPE:
-        raise UnsupportedModel(f"{name}: rope type {rope_type!r} is not supported; supported are {', '.join(sorted(_CONSTANT_ROPE))}")
+    if not isinstance(rope_type, str) or rope_type not in _CONSTANT_ROPE | _LENGTH_ROPE:
+        known = ", ".join(sorted(_CONSTANT_ROPE | _LENGTH_ROPE))
+        raise UnsupportedModel(f"{name}: rope type {rope_type!r} is not supported; supported are {known}")
     return rotary
 
 
@@ -121,6 +123,15 @@ def attention_seen(model: PreTrainedModel, attend: Attend) -> Iterator[None]:
         del type(ALL_ATTENTION_FUNCTIONS)._global_mapping[ATTENTION_NAME]
 
 
+def rotary_at_length(rotary: nn.Module, tokens: int) -> nn.Module:
+    """The rotary module as a forward pass over a sequence of `tokens` tokens leaves it; `rotary` itself stays as it is."""
+    if getattr(rotary, "rope_type", "default") not in _LENGTH_ROPE:
+        return rotary
+    fresh: nn.Module = type(rotary)(rotary.config)  # every family's takes its configuration
+    fresh(torch.zeros(1), torch.tensor([[tokens - 1]]))
+    return fresh
+
+
 def _inv_freq(rotary: nn.Module) -> Tensor:
     frequencies = rotary.inv_freq
     assert isinstance(frequencies, Tensor), "rotary_module has checked it"
@@ -140,10 +151,14 @@ class _NoRotation(nn.Module):
 
 
 class ExactRotation(nn.Module):
-    """The model's own rotation with its angles computed in float64: fp32(position * inv_freq) is wrong by 0.06 rad at position 1e6."""
+    """The model's own rotation with its angles computed in float64: fp32(position * inv_freq) is wrong by 0.06 rad at position 1e6.
 
-    def __init__(self, rotary: nn.Module) -> None:
+    tokens: length of the sequence whose angles they are, which matters to a rotary module that scales with it.
+    """
+
+    def __init__(self, rotary: nn.Module, tokens: int) -> None:
         super().__init__()
+        rotary = rotary_at_length(rotary, tokens)
         self.angles_per_token = _inv_freq(rotary).double()
         self.scaling = float(getattr(rotary, "attention_scaling", 1.0))
 

@@ -11,7 +11,7 @@ class Family:
     """How one architecture is read.
 
     rotary, layers: attribute paths, from the causal LM, of the module that makes cos and sin and of the list of decoder layers.
-    rope_types: kinds of rotary scaling whose angles depend on nothing but the position.
+    rope_types: kinds of rotary scaling that its rotary module honours; see `rope.py` for those that depend on the length.
     """
 
     name: str
@@ -51,14 +51,18 @@ def find_family(config: Any) -> Family:
     rope_type = rope.get("rope_type", "default")
     if rope_type not in family.rope_types:
         raise UnsupportedModel(
-            f"{family.name}: rope_type {rope_type!r} is not supported, only {', '.join(family.rope_types)}: "
-            "its angles change with the length of the sequence, which a stream without end does not have"
+            f"{family.name}: rope_type {rope_type!r} is not supported, only {', '.join(family.rope_types)}; use another model"
         )
     for field in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, field, None):
             raise UnsupportedModel(f"{family.name}: {field}={getattr(config, field)} is not honoured yet; unset it or use another model")
-    if getattr(config, "partial_rotary_factor", None) not in (None, 1.0):
-        raise UnsupportedModel(f"{family.name}: partial_rotary_factor={config.partial_rotary_factor} is not honoured yet")
+    # transformers keeps it among the rope parameters, and its Llama then either fails or turns whole heads all the same.
+    for partial in (getattr(config, "partial_rotary_factor", None), rope.get("partial_rotary_factor")):
+        if partial not in (None, 1.0):
+            raise UnsupportedModel(
+                f"{family.name}: partial_rotary_factor={partial} is not honoured by transformers' {config.model_type}, which turns whole "
+                "heads; use another model"
+            )
     return family
 
 

@@ -1,6 +1,7 @@
 """export_decoder: what it refuses, what it leaves behind when it fails, and that it makes the same bytes twice."""
 
 import errno
+import itertools
 import json
 import os
 import signal
@@ -276,8 +277,15 @@ def test_numbers_without_sense_are_refused_before_the_model_is_loaded(
 NUMBERS = ("sinks", "window", "chunk", "batch", "slack")
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("value", [True, "4", 4.0, float("nan"), None, [4]], ids=repr)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *itertools.product(NUMBERS, (True, "4", 4.0, float("nan"), [4])),
+        # Of sinks and window None is the default.
+        *itertools.product(("chunk", "batch", "slack"), (None,)),
+    ],
+    ids=repr,
+)
 def test_numbers_of_another_type_are_refused(out: Path, name: str, value: object, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_to_load(monkeypatch)
     with pytest.raises((InputError, GeometryError), match=name):
@@ -377,24 +385,50 @@ def _rope(kind: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (_rope("dynamic"), "rope_type 'dynamic' is not supported"),
-        (_rope("longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4), "rope_type 'longrope' is not supported"),
+        (_rope("proportional"), "rope_type 'proportional' is not supported, only default, .*, dynamic, longrope"),
+        (_rope("linear", partial_rotary_factor=0.5), r"partial_rotary_factor=0\.5 is not honoured by transformers' llama"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5 is not honoured by transformers' llama"),
         ({"sliding_window": 8}, "sliding_window=8"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ],
-    ids=["dynamic", "longrope", "sliding_window", "attn_softcap", "final_softcap"],
+    ids=["proportional", "partial", "partial as before", "sliding_window", "attn_softcap", "final_softcap"],
 )
 def test_settings_that_would_be_dropped_are_refused(
     tmp_path: Path, tiny_model: Path, out: Path, config: dict[str, Any], match: str
 ) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "model.safetensors").write_bytes((tiny_model / "model.safetensors").read_bytes())
-    (model / "config.json").write_text(json.dumps({**json.loads((tiny_model / "config.json").read_text()), **config}))
+    model = _with_config(tiny_model, tmp_path / "model", config)
     with pytest.raises(UnsupportedError, match=match):
         export_decoder(model, out, **TINY)
     assert not out.exists()
+
+
+_LONGROPE = _rope("longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=32)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "match"),
+    [
+        (_rope("dynamic"), {"sinks": 2, "window": 8}, "'dynamic' with policy native and sinks=2: the distance to a sink grows"),
+        (_LONGROPE, {"sinks": 2, "window": 8}, "'longrope' with policy native and sinks=2: the distance to a sink grows"),
+        (_LONGROPE, {"sinks": 0, "window": 33}, "'longrope' with policy native and 33 tokens in the window: after 32 tokens"),
+        (_LONGROPE, {"capacity": 33}, "use a window or capacity of at most 32, or policy streaming"),
+    ],
+    ids=["dynamic, sinks", "longrope, sinks", "longrope, window", "longrope, capacity"],
+)
+def test_angles_that_would_change_on_the_way_are_refused(
+    tmp_path: Path, tiny_model: Path, out: Path, config: dict[str, Any], options: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=match):
+        export_decoder(_with_config(tiny_model, tmp_path / "model", config), out, policy="native", chunk=4, **options)
+    assert not out.exists()
+
+
+def _with_config(tiny_model: Path, model: Path, config: dict[str, Any]) -> Path:
+    model.mkdir()
+    (model / "model.safetensors").write_bytes((tiny_model / "model.safetensors").read_bytes())
+    (model / "config.json").write_text(json.dumps({**json.loads((tiny_model / "config.json").read_text()), **config}))
+    return model
 
 
 @pytest.mark.parametrize("model", ["no-such-model", "/no/such.gguf", None, 5], ids=repr)

@@ -5,6 +5,7 @@ Tolerances: the tiny models' logits reach about 7, and the forms compared add th
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -126,6 +127,37 @@ def test_other_families_and_partial_changes_of_the_rope() -> None:
         assert float(error[7:].max()) > 100 * NOISE
 
 
+LENGTH_ROPES: dict[str, dict[str, Any]] = {
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0, 1.1, 1.3, 1.6],
+        "long_factor": [1.7, 2.0, 3.0, 4.0],
+        "original_max_position_embeddings": 16,
+        "factor": 4.0,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", LENGTH_ROPES)
+@pytest.mark.parametrize("tokens", [16, 17, 30])
+def test_angles_that_depend_on_the_length_are_those_of_the_untouched_model(kind: str, tokens: int) -> None:
+    """Fresh models for what is expected: a forward pass leaves the angles of its length behind, which the oracle must not go by."""
+    config: dict[str, Any] = {"max_position_embeddings": 16, "rope_parameters": LENGTH_ROPES[kind]}
+    ids = token_ids(tokens)
+    plain = tiny_llama(**config)(ids[None]).logits[0]
+    model = tiny_llama(**config)
+    model(token_ids(60)[None])
+    assert_close(masked_dense_logits(model, ids, 0, tokens), plain)
+    assert_close(masked_dense_logits(model, ids, 3, tokens), plain)
+    assert_close(streaming_logits(model, ids, 3, tokens - 3), plain)
+    assert_close(streaming_logits_stepwise(model, ids, 3, tokens - 3), plain)
+    if tokens > 16:
+        shorter = masked_dense_logits(model, ids, 0, 16)[:16]
+        assert float((shorter - plain[:16]).abs().max()) > 100 * NOISE, "within the original context the angles are others"
+
+
 @pytest.mark.parametrize(
     ("oracle", "patched"),
     [(masked_dense_logits, "eager"), (streaming_logits, ATTENTION_NAME), (streaming_logits_stepwise, ATTENTION_NAME)],
@@ -155,9 +187,9 @@ def test_what_the_oracle_would_read_wrongly_is_refused() -> None:
     sliding = MistralForCausalLM(MistralConfig(vocab_size=97, sliding_window=16, **shape)).eval()
     mixed = Qwen2ForCausalLM(Qwen2Config(vocab_size=97, use_sliding_window=True, sliding_window=16, max_window_layers=1, **shape)).eval()
     learned = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4)).eval()
-    dynamic = tiny_llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    other_rope = tiny_llama(rope_parameters={"rope_type": "proportional", "rope_theta": 1e4, "factor": 2.0})
     for oracle in (masked_dense_logits, streaming_logits):
-        for model, words in [(sliding, "sliding_window=16"), (mixed, "sliding"), (learned, "rotary_emb"), (dynamic, "dynamic")]:
+        for model, words in [(sliding, "sliding_window=16"), (mixed, "sliding"), (learned, "rotary_emb"), (other_rope, "proportional")]:
             with pytest.raises(UnsupportedModel, match=words):
                 oracle(model, ids, 2, 4)
         with pytest.raises(UnsupportedModel, match="bfloat16"):

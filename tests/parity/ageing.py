@@ -6,6 +6,8 @@ reduced to one turn with 60 digits, the keys are turned in float64.
 
 import mpmath  # type: ignore[import-untyped]  # it ships no types
 import numpy as np
+from sinkring.models.patch import rotary_at_length
+from sinkring.runtime.decoder import Decoder
 from sinkring.runtime.ring import RingGeometry
 from sinkring.runtime.stream import Stream
 
@@ -23,7 +25,8 @@ def make_older(bundle: TinyBundle, stream: Stream, tokens: int) -> None:
     assert tokens % geometry.slots == 0
     assert stream.position >= geometry.capacity, "the window must be full"
     first = geometry.sinks_tokens if bundle.export.policy == "streaming" else 0
-    cos, sin = exact_turn(bundle.model.model.rotary_emb.inv_freq.numpy(), tokens)
+    rotary = rotary_at_length(bundle.model.model.rotary_emb, geometry.sinks_tokens + geometry.window_tokens)
+    cos, sin = exact_turn(rotary.inv_freq.numpy(), tokens)
     backend = stream._decoder.backend
     state = backend.read_row(stream.row)
     for name, ring in state.items():
@@ -39,3 +42,17 @@ def exact_turn(inv_freq: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarra
     with mpmath.workdps(60):
         angles = [mpmath.mpf(tokens) * mpmath.mpf(float(frequency)) for frequency in inv_freq]
         return np.array([float(mpmath.cos(a)) for a in angles]), np.array([float(mpmath.sin(a)) for a in angles])
+
+
+def continue_at_age(bundle: TinyBundle, decoder: Decoder, ids: np.ndarray, young: int, tokens: int) -> np.ndarray:
+    """Feed `young` tokens, move the stream on by `tokens`, feed the rest in steps and chunks: float32 [N-young,V]."""
+    with decoder.stream() as stream:
+        stream.feed(ids[:young])
+        if tokens:
+            make_older(bundle, stream, tokens)
+        parts, start = [], young
+        for length in (1, 1, 5, 1, 2, len(ids)):
+            parts.append(stream.feed(ids[start : start + length], all_logits=True))
+            start += length
+        assert stream.position == len(ids) + tokens
+    return np.concatenate(parts)

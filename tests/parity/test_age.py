@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 from sinkring.models.oracle import masked_dense_logits
-from sinkring.runtime.decoder import Decoder
 
-from tests.parity.ageing import make_older, shift_towards
+from tests.parity.ageing import continue_at_age, make_older, shift_towards
 from tests.parity.closeness import assert_loudly_wrong, assert_parity
 from tests.parity.tiny_bundles import TARGETS, TinyBundle, text
 
@@ -16,20 +15,6 @@ Bundles = Callable[[str], TinyBundle]
 AGES = (10**3, 10**6, (1 << 24) + 1, 1 << 40)
 every_target = pytest.mark.parametrize("target", TARGETS)
 every_bundle = pytest.mark.parametrize("name", ["chunk 4 native", "chunk 4 streaming", "chunk 8 streaming", "no sinks", "tight streaming"])
-
-
-def continue_at_age(bundle: TinyBundle, decoder: Decoder, ids: np.ndarray, young: int, tokens: int) -> np.ndarray:
-    """Feed `young` tokens, move the stream on by `tokens`, feed the rest in steps and chunks: float32 [N-young,V]."""
-    with decoder.stream() as stream:
-        stream.feed(ids[:young])
-        if tokens:
-            make_older(bundle, stream, tokens)
-        parts, start = [], young
-        for length in (1, 1, 5, 1, 2, len(ids)):
-            parts.append(stream.feed(ids[start : start + length], all_logits=True))
-            start += length
-        assert stream.position == len(ids) + tokens
-    return np.concatenate(parts)
 
 
 @every_target

@@ -25,9 +25,24 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-# Of the rotations, yarn also scales cos and sin.
-_MODELS: dict[str, dict[str, Any]] = {
+_LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.7, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 16,
+}
+# Of the rotations, yarn and longrope also scale cos and sin.
+# One layer shows its angles as well as two, and is traced in half the time.
+MODELS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "yarn, one layer": {"seed": 7, "layers": 1, "rope_parameters": _YARN},
+    "linear": {"seed": 3, "layers": 1, "rope_parameters": _LINEAR},
+    "llama3, shorter": {"seed": 4, "layers": 1, "rope_parameters": {**_LLAMA3, "original_max_position_embeddings": 8}},
+    "dynamic": {"seed": 5, "layers": 1, "rope_parameters": _DYNAMIC, "max_position_embeddings": 22},
+    "longrope": {"seed": 6, "layers": 1, "rope_parameters": LONGROPE, "max_position_embeddings": 64},
     "yarn": {"seed": 1, "heads": 3, "kv_heads": 1, "tied": True, "rope_parameters": _YARN},
     "llama3": {"seed": 2, "heads": 2, "kv_heads": 2, "attention_bias": True, "mlp_bias": True, "rope_parameters": _LLAMA3},
 }
@@ -54,6 +69,18 @@ EXPORTS = {
     "chunk 8 streaming": Export("yarn", "streaming", sinks=1, window=7, chunk=8),  # M=15
     "no sinks": Export("llama3", "native", sinks=0, window=5, chunk=4),  # M=8
     "two rows": Export("plain", "streaming", sinks=2, window=4, chunk=3, batch=2),  # M=6
+}
+# Each kind of rope under each policy that it is defined for, where EXPORTS lacks it. S + W is 22 and 8, longrope's original context 16.
+ROPE_EXPORTS = {
+    "linear streaming": Export("linear", "streaming", sinks=2, window=6, chunk=3),
+    "linear native": Export("linear", "native", sinks=2, window=6, chunk=3),
+    "llama3 streaming": Export("llama3, shorter", "streaming", sinks=2, window=6, chunk=3),
+    "yarn native": Export("yarn, one layer", "native", sinks=2, window=6, chunk=3),
+    "dynamic streaming": Export("dynamic", "streaming", sinks=2, window=20, chunk=3),
+    "dynamic native": Export("dynamic", "native", sinks=0, window=22, chunk=3),
+    "longrope short streaming": Export("longrope", "streaming", sinks=2, window=6, chunk=3),
+    "longrope short native": Export("longrope", "native", sinks=0, window=16, chunk=1),
+    "longrope long streaming": Export("longrope", "streaming", sinks=2, window=20, chunk=3),
 }
 SINGLE_ROW = tuple(name for name, export in EXPORTS.items() if export.batch == 1)
 
@@ -109,8 +136,8 @@ def feed_in_cuts(decoder: Decoder, ids: np.ndarray, cuts: Iterable[int]) -> np.n
 
 
 def export_tiny(name: str, folder: Path) -> TinyBundle:
-    export = EXPORTS[name]
-    model = tiny_llama(**_MODELS[export.model])
+    export = {**EXPORTS, **ROPE_EXPORTS}[name]
+    model = tiny_llama(**MODELS[export.model])
     model.save_pretrained(folder / "model")
     manifest = export_decoder(
         folder / "model",

@@ -1,0 +1,62 @@
+"""Rotary frequencies of a stream.
+
+Of most kinds of scaling the angles depend on the position alone. Those of two depend on the length of the sequence too: `dynamic` (NTK)
+stretches its base once a sequence is longer than the trained context, `longrope` has short factors up to the original context and long ones
+beyond. A stream has no length, but it has a reach: no token ever meets one that is further away than its cache is long. So a stream has the
+angles, from its first token on, that transformers gives to a sequence of S + W tokens.
+"""
+
+from typing import Any
+
+from sinkring.models.errors import UnsupportedModel
+from torch import Tensor
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+
+def rope_length(config: Any, policy: str, sinks: int, window: int) -> int:
+    """Tokens of the sequence whose angles a stream has: S + W. A linear cache is sinks=0, window=its capacity.
+
+    Raises UnsupportedModel for a length-dependent kind of rope and a stream in which tokens meet that lie further apart than one set of
+    angles serves.
+    """
+    rope = config.rope_parameters or {}
+    kind = rope.get("rope_type", "default")
+    length = sinks + window
+    if kind not in LENGTH_DEPENDENT:
+        return length
+    if policy == "native" and sinks:
+        raise UnsupportedModel(
+            f"{config.model_type}: rope_type {kind!r} with policy native and sinks={sinks}: the distance to a sink grows without end, and "
+            "the model's angles change with it; use policy streaming, or sinks=0, or a capacity"
+        )
+    original = original_context(config)
+    if kind == "dynamic" and length > original:
+        raise UnsupportedModel(
+            f"{config.model_type}: rope_type 'dynamic' with sinks={sinks} and window={window}: beyond {original} tokens its angles "
+            f"change with every token; use at most {original} in all"
+        )
+    if kind == "longrope" and length > original and policy == "native":
+        raise UnsupportedModel(
+            f"{config.model_type}: rope_type 'longrope' with policy native and {length} tokens in the window: after {original} tokens the "
+            f"model itself changes from its short factors to its long ones; use a window or capacity of at most {original}, or policy "
+            "streaming, which has the long factors from the start"
+        )
+    return length
+
+
+def original_context(config: Any) -> int:
+    """Tokens up to which a length-dependent kind of rope keeps its first angles."""
+    rope = config.rope_parameters
+    return int(config.max_position_embeddings if rope["rope_type"] == "dynamic" else rope["original_max_position_embeddings"])
+
+
+def rope_frequencies(rotary: Any, length: int) -> tuple[Tensor, float]:
+    """inv_freq float32 [R/2] in radians per token, and the factor on cos and sin, of a rotary module for a sequence of `length` tokens."""
+    if rotary.rope_type not in LENGTH_DEPENDENT:
+        return rotary.inv_freq, float(rotary.attention_scaling)
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    # Not the module's buffer: a forward pass overwrites it with the angles of whatever length it had.
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[rotary.rope_type](rotary.config, rotary.inv_freq.device, seq_len=length)
+    return inv_freq, float(scaling)
