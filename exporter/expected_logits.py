@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from sinkring.models.errors import ModelError, SourceError
 from sinkring.models.oracle import attended, masked_dense_logits, streaming_logits, top2_margin
-from sinkring.models.patch import rotary_module
+from sinkring.models.patch import rotary_at_length, rotary_module
 from sinkring.models.registry import find_family
 from sinkring.models.source import load_model, resolve_source
 from sinkring.runtime.errors import BundleError, UnsupportedError
@@ -37,7 +37,7 @@ class Wrong:
 class Expected:
     """logits float32 [N, V]; margins float32 [N], the best token's lead; scale: the largest |logit|; wrong: the controls.
 
-    inv_freq float32 [R/2]: the model's own rotary frequencies, radians per token.
+    inv_freq float32 [R/2]: the model's own rotary frequencies for a sequence of S + W tokens, radians per token.
     """
 
     logits: NDArray[np.float32]
@@ -72,7 +72,7 @@ def compute_expected(
             with _layer_progress(network, stop, f"control: {name}", progress):
                 rows = _logits(manifest.policy, network, ids[:stop], other_sinks, other_window)[first:]
             wrong.append(Wrong(name, first, rows.numpy().copy()))
-        inv_freq = _inv_freq(network)
+        inv_freq = _inv_freq(network, sinks + window)
     except ModelError as error:
         raise UnsupportedError(f"{bundle}: the oracle cannot run: {error}") from None
     del network
@@ -81,8 +81,8 @@ def compute_expected(
     return Expected(logits.numpy(), margins, float(logits.abs().max()), tuple(wrong), source, inv_freq)
 
 
-def _inv_freq(network: Any) -> NDArray[np.float32]:
-    frequencies = rotary_module(network).inv_freq
+def _inv_freq(network: Any, length: int) -> NDArray[np.float32]:
+    frequencies = rotary_at_length(rotary_module(network), length).inv_freq
     assert isinstance(frequencies, torch.Tensor), "rotary_module has checked it"
     return frequencies.detach().float().numpy().copy()
 
