@@ -164,23 +164,64 @@ def run_command(
 @app.command("validate")
 def validate_command(
     bundle: BundleArgument,
-    steps: Annotated[int, typer.Option(help="Tokens to compare.")] = 1024,
+    steps: Annotated[int | None, typer.Option(help="Tokens to compare. Default: 1024.", show_default=False)] = None,
     model: Annotated[
         str | None, typer.Option(metavar="SOURCE", help="Where the model is now. Default: as exported.", show_default=False)
     ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(help="quick or full: check every invariant of a stream in place of the logits alone.", show_default=False),
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="With --suite, what runs the graphs. Default: onnxruntime.", show_default=False)
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="INVARIANT", help="With --suite, only this one; may be given again.", show_default=False)
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", help="With --suite, most time for the steps that must not grow. Default: 900.", show_default=False),
+    ] = None,
+    sabotage: Annotated[str | None, typer.Option(hidden=True)] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Prove a bundle against eager PyTorch, step by step and past the ring's wraps. Exit status 1 if it fails."""
     with needs_extra("export", "validate"):
         from sinkring.exporter.validate import validate_bundle
+    from sinkring.exporter.cli_conformance import print_conformance, print_saboteurs
     from sinkring.exporter.cli_validate import print_validation
+    from sinkring.runtime.errors import InputError
 
+    if sabotage == "list":
+        print_saboteurs()
+        return
+    others = {"--backend": backend, "--only": only, "--budget": budget, "--sabotage": sabotage} if suite is None else {"--steps": steps}
+    if useless := [name for name, value in others.items() if value not in (None, [])]:
+        why = "does nothing without --suite: add --suite quick" if suite is None else "does nothing with --suite: leave one of the two out"
+        raise InputError(f"{useless[0]} {why}")
+    found: Any
     with progress_bars() as progress:
-        found = validate_bundle(bundle, steps, model=model, progress=progress)
+        if suite is None:
+            found = validate_bundle(bundle, 1024 if steps is None else steps, model=model, progress=progress)
+        else:
+            from sinkring.exporter.conformance.suite import BUDGET_S, check_conformance
+
+            found = check_conformance(
+                bundle,
+                suite,
+                backend=backend or "onnxruntime",
+                model=model,
+                only=only,
+                budget_s=BUDGET_S if budget is None else budget,
+                sabotage=sabotage,
+                progress=progress,
+            )
     if as_json:
         print_json(json.loads(found.to_json()))
-    else:
+    elif suite is None:
         print_validation(found)
+    else:
+        print_conformance(found)
     if not found.passed:
         raise typer.Exit(VALIDATION_FAILED)
 

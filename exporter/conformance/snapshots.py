@@ -117,7 +117,7 @@ def _damaged_ones(subject: Subject, decoder: Decoder, path: Path, faults: list[s
 
 def _must_refuse(decoder: Decoder, path: Path, name: str, faults: list[str]) -> None:
     try:
-        decoder.restore(path)
+        decoder.restore(path).close()
     except BundleError:
         return
     except Exception as error:
