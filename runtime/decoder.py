@@ -85,9 +85,13 @@ class Decoder:
             ids[stream] = stream.check_next(token)
         for stream in ids:
             stream.flush()
+        last = self.manifest.position_limit - 1
         for row, stream in self._streams.items():
-            self._place(row, ids.get(stream, 0), stream.position)
+            # What an idle row computes is dropped, but even so its position must be one that the graph has angles for.
+            self._place(row, ids.get(stream, 0), min(stream.position, last))
         idle = [row for row, stream in self._streams.items() if stream not in ids]
+        for stream in ids:
+            stream.about_to_write(1)
         self.backend.decode(idle)
         for stream, token in ids.items():
             stream.took(token, self.backend.logits[stream.row, -1])
