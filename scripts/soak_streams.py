@@ -201,7 +201,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         result = soak(args.bundle or export_tiny(Path(folder)), args.steps, args.seed)
     about = {
-        "command": "scripts/soak_streams.py" + "".join(f" {word}" for word in sys.argv[1:]),
+        "command": "python scripts/soak_streams.py" + "".join(f" {word}" for word in sys.argv[1:]),
         "machine": dataclasses.asdict(describe_machine()),
         "versions": {"onnxruntime": onnxruntime.__version__, "numpy": np.__version__},
         "bundle": args.bundle.name if args.bundle else "a random Llama: 2 layers, 4/2 heads of 8, V = 97; S = 4, W = 24, chunk 8",
