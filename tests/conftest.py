@@ -13,6 +13,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The README's examples take longest: begin with them, so that one worker runs them while the other does the rest."""
+    items.sort(key=lambda item: "tests/readme/" not in item.nodeid)
+
+
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built in a copy of the tree: setuptools leaves a build folder whose files, once deleted, live on in later wheels."""
