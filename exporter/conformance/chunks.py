@@ -8,7 +8,7 @@ from sinkring.exporter.conformance.findings import Check
 from sinkring.exporter.conformance.subject import Subject
 
 # Calls of a short length at each place of the ring in the quick suite; between the places the text is fed in one call.
-QUICK_CALLS = 12
+QUICK_CALLS = 8
 
 
 def check_chunks(subject: Subject) -> Check:

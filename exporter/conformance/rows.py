@@ -27,7 +27,7 @@ class Episode:
 
 def check_rows(subject: Subject) -> Check:
     """Every logit of every stream of a random history against the same calls alone in a decoder of its own, and against the oracle."""
-    turns = 400 if subject.full else 60
+    turns = 400 if subject.full else 48
     with subject.open() as decoder:
         episodes = _random_history(subject, decoder, turns)
     worst, off, where = 0.0, 0.0, ""

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 from sinkring.exporter.conformance.findings import Check
 from sinkring.exporter.conformance.snapshot_writer import wrote
 from sinkring.exporter.conformance.subject import Logits, Subject, feed_in_pieces, largest_difference
@@ -27,7 +28,11 @@ KILLS = 8
 
 def check_snapshots(subject: Subject) -> Check:
     """A stream whose ring is full goes to a file and to memory; it goes on, and so do its restored selves, elsewhere and later."""
-    at, path = subject.full_at, subject.scratch / "stream.snapshot"
+    path = subject.scratch / "stream.snapshot"
+    at, count = subject.full_at, TOKENS
+    if (most := subject.geometry.most_tokens) is not None:
+        at = max(1, min(at, most - TOKENS - SAMPLED))
+        count = min(TOKENS, most - SAMPLED - at)
     faults: list[str] = []
     with subject.open() as decoder, subject.open() as other:
         stream = decoder.stream()
@@ -37,15 +42,15 @@ def check_snapshots(subject: Subject) -> Check:
         stream.rollback(1)
         stream.snapshot(path)
         kept = stream.capture()
-        lived = _go_on(subject, stream, at)
-        off = subject.off(lived[0][:TOKENS], at)
+        lived = _go_on(stream, subject.ids[at : at + count])
+        off = subject.off(lived[0], at)
         worst = 0.0
         stands = _spare_stream(decoder, stream)
         for name, restored in (
             ("restored in another decoder", other.restore(path)),
             ("captured in memory, and installed after the stream went on", _installed(stands, kept)),
         ):
-            again = _go_on(subject, restored, at)
+            again = _go_on(restored, subject.ids[at : at + count])
             difference = largest_difference(again[0], lived[0])
             worst = max(worst, difference)
             if difference:
@@ -58,7 +63,7 @@ def check_snapshots(subject: Subject) -> Check:
     oracle = f"{off:.2e} from the oracle, where {subject.tolerance:.2e} is allowed"
     return Check(
         "I6",
-        f"at position {at}, by file and in memory, {TOKENS} tokens and {SAMPLED} sampled after it; {refused} damaged or foreign files; "
+        f"at position {at}, by file and in memory, {count} tokens and {SAMPLED} sampled after it; {refused} damaged or foreign files; "
         f"kill -9 while writing: {killed}",
         "max |Δlogit| to never stopped",
         worst,
@@ -68,8 +73,9 @@ def check_snapshots(subject: Subject) -> Check:
     )
 
 
-def _go_on(subject: Subject, stream: Stream, at: int) -> tuple[Logits, list[int]]:
-    logits = feed_in_pieces(stream, subject.ids[at : at + TOKENS], (1, 1, 3, 2))
+def _go_on(stream: Stream, ids: NDArray[np.int64]) -> tuple[Logits, list[int]]:
+    """Logits of ids [n], and what is sampled after them."""
+    logits = feed_in_pieces(stream, ids, (1, 1, 3, 2))
     return logits, list(stream.generate(SAMPLED, temperature=1.0, seed=6, stop_ids=()))
 
 

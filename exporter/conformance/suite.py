@@ -155,7 +155,7 @@ def _tokens(geometry: RingGeometry, full: bool) -> int:
     if full:
         return max(5 * geometry.window_tokens, geometry.capacity + 2 * geometry.slots + 32)
     second_wrap = geometry.capacity + geometry.slots + 32
-    return second_wrap if second_wrap <= QUICK_TOKENS else geometry.capacity + 64
+    return second_wrap if second_wrap <= QUICK_TOKENS else geometry.capacity + 40
 
 
 def _run(invariant: str, subject: Subject, saboteur: Saboteur | None) -> Check:
