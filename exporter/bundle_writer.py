@@ -15,36 +15,45 @@ from sinkring.runtime.manifest import FORMAT, MANIFEST_NAME, File
 
 
 @contextmanager
-def new_bundle(out: Path) -> Iterator[Path]:
+def new_bundle(out: Path, overwrite: bool) -> Iterator[Path]:
     """A folder beside `out` to fill; renamed to `out` when the block ends well, removed when it does not.
 
-    An existing bundle at `out` is replaced only at that moment. What an export that was killed left there is cleared away first.
-    Raises BundleError if `out` is something else than a bundle or an empty folder.
+    An existing bundle at `out` is replaced only at that moment, and only with `overwrite`. What an export that was killed left there is
+    cleared away first.
+    Raises BundleError if `out` is something else than a bundle or an empty folder, or a bundle without `overwrite`.
     """
     # A link to a bundle keeps pointing to it: what is replaced is the folder.
     out = out.resolve()
-    check_replaceable(out)
+    check_replaceable(out, overwrite)
     out.parent.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(out)
+    # Which may have put an older bundle back.
+    check_replaceable(out, overwrite)
     part = out.parent / f".{out.name}.{secrets.token_hex(4)}.part"
     part.mkdir()
     try:
         with _locked(part):
             yield part
             _sync(part)
-            # Exporting takes minutes, in which something else may have come to stand there.
-            check_replaceable(out)
-            _put_in_place(part, out)
+            with _locked(out.parent):
+                # Exporting takes minutes, in which something else may have come to stand there: another export's bundle, for one.
+                check_replaceable(out, overwrite)
+                _put_in_place(part, out)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def check_replaceable(out: Path) -> None:
-    """Raises BundleError if `out` is there and neither a bundle nor an empty folder: nothing else is ever removed."""
+def check_replaceable(out: Path, overwrite: bool) -> None:
+    """Raises BundleError if `out` is there and neither a bundle nor an empty folder: nothing else is ever removed.
+
+    Also for a bundle, if not `overwrite`.
+    """
     if out.exists() and not out.is_dir():
         raise BundleError(f"{out}: is a file, not a folder; give another --out")
     if out.is_dir() and any(out.iterdir()) and not _is_bundle(out):
         raise BundleError(f"{out}: exists and is not a sinkring bundle; it is left alone, give another --out or remove it")
+    if not overwrite and (out / MANIFEST_NAME).exists():
+        raise BundleError(f"{out}: is already a bundle; give another --out, or --overwrite to replace it and the engines in it")
 
 
 def describe_file(bundle: Path, path: str) -> File:
@@ -104,10 +113,10 @@ def _clear_leftovers(out: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Mark `folder` as being written. The mark dies with the process, whatever kills it; a process id would be used again."""
+    """Hold `folder` as this process's, waiting for whoever has it. The lock dies with the process; a process id would be used again."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        # A file system that cannot lock a folder only keeps leftovers from being cleared.
+        # Without locks, on a file system that has none, leftovers stay and two exports to one name take their chances.
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield

@@ -40,7 +40,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as on
 @app.command("export")
 def export_command(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder, .gguf file, or a known name: smollm2.")],
-    out: Annotated[Path, typer.Option(help="Folder of the new bundle.", show_default=False)],
+    # Text, since a Path makes "" into ".".
+    out: Annotated[str, typer.Option(help="Folder of the new bundle.", show_default=False)],
     policy: Annotated[str, typer.Option(help="Positions: streaming (sinks stay near, no end) or native (as trained).")] = "streaming",
     sinks: Annotated[
         int | None, typer.Option(help="First tokens of a stream that are kept for ever. Default: 4.", show_default=False)
@@ -80,7 +81,7 @@ def export_command(
         )
     seconds = round(time.perf_counter() - began, 1)
     if as_json:
-        print_json({"bundle": str(out), "seconds": seconds, "cache_bytes": manifest.cache_bytes, "manifest": dataclasses.asdict(manifest)})
+        print_json({"bundle": out, "seconds": seconds, "cache_bytes": manifest.cache_bytes, "manifest": dataclasses.asdict(manifest)})
         return
     geometry = manifest.rings[0].geometry
     ring = f"S={geometry.sinks_tokens} W={geometry.window_tokens} M={geometry.slots} C={geometry.capacity}, B={manifest.batch}"
@@ -94,7 +95,7 @@ def export_command(
             "graphs": ", ".join(sorted({graph.path for graph in manifest.graphs})),
             "seconds": seconds,
         },
-        title=f"{out}",
+        title=out,
     )
 
 

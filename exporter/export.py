@@ -1,21 +1,25 @@
 """export_decoder: a trained decoder -> a bundle folder."""
 
+import os
 import platform
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 from typing import get_args
 
 import onnx_ir as ir
 from sinkring.exporter.angles import POSITION_LIMIT
 from sinkring.exporter.bundle_writer import check_replaceable, describe_file, new_bundle, replace_text
+from sinkring.exporter.finite import check_finite
 from sinkring.exporter.frontend import ring_names, trace_step, updated_name, write_index_name
 from sinkring.exporter.lower import lower_for, simplify
+from sinkring.exporter.machine import describe_machine
 from sinkring.exporter.targets import TARGETS, Target, find_target
 from sinkring.exporter.weights import WeightsFile
 from sinkring.models.errors import ModelError
 from sinkring.models.registry import DecoderShape, decoder_shape, find_family
-from sinkring.models.rope import rope_length
+from sinkring.models.rope import rope_frequencies, rope_length
 from sinkring.models.source import LoadedModel, load_model
 from sinkring.runtime.errors import BundleError, GeometryError, InputError, UnsupportedError
 from sinkring.runtime.manifest import MANIFEST_NAME, Graph, Manifest, ModelInfo, Policy, Ring, Role, StateTensor, Tokenizer
@@ -28,6 +32,8 @@ DTYPES = {"fp32": "float32"}
 # TensorRT pads a cache whose slots are no multiple of this, at the price of a copy of it per layer and chunk.
 CAPACITY_MULTIPLE = 8
 SINKS, WINDOW = 4, 256
+# File systems stop at 255; the folder that becomes the bundle is called `.NAME.01234567.part` until then.
+LONGEST_NAME_BYTES = 240
 
 Progress = Callable[[str], None]
 
@@ -60,13 +66,11 @@ def export_decoder(
     The bundle appears whole or not at all. Returns its manifest.
     Raises GeometryError, InputError, UnsupportedError, BundleError.
     """
-    out = Path(out)
+    out = _check_out(out)
     say = progress or (lambda _: None)
     geometry = _check_numbers(policy, sinks, window, capacity, chunk, batch, slack, dtype)
     chosen = _find_targets(targets)
-    check_replaceable(out)
-    if (out / MANIFEST_NAME).exists() and not overwrite:
-        raise BundleError(f"{out}: is already a bundle; give another --out, or --overwrite to replace it and the engines in it")
+    check_replaceable(out, overwrite)
     say(f"loading {model}")
     try:
         loaded = load_model(str(model))
@@ -75,12 +79,15 @@ def export_decoder(
         raise UnsupportedError(str(error)) from None
     shape = decoder_shape(loaded.config)
     _check_context(shape, geometry, chunk=chunk, slack=slack)
+    _check_memory(shape, geometry, batch)
     try:
-        rope_length(loaded.config, policy, geometry.sinks_tokens, geometry.window_tokens)
+        length = rope_length(loaded.config, policy, geometry.sinks_tokens, geometry.window_tokens)
+        rope_frequencies(attrgetter(family.rotary)(loaded.model), length)
     except ModelError as error:
         raise UnsupportedError(str(error)) from None
+    check_finite(loaded.model)
     try:
-        with new_bundle(out) as part:
+        with new_bundle(out, overwrite) as part:
             graphs: list[Graph] = []
             roles: tuple[Role, ...] = ("decode", "prefill")
             with WeightsFile(part / WEIGHTS_NAME) as weights:
@@ -97,12 +104,27 @@ def export_decoder(
     return manifest
 
 
+def _check_out(out: str | Path) -> Path:
+    if not isinstance(out, str | Path):
+        raise InputError(f"out={out!r} is {type(out).__name__}: give the path of the new bundle's folder")
+    said = str(out)
+    if not said:
+        raise InputError("out='' is empty: give the path of the new bundle's folder, or . for an empty one that you are in")
+    if "\0" in said:
+        raise InputError(f"out={said!r} holds a NUL, which no path can: give another")
+    if too_long := [part for part in Path(said).parts if len(os.fsencode(part)) > LONGEST_NAME_BYTES]:
+        raise InputError(
+            f"out: a name of {len(os.fsencode(too_long[0]))} bytes ({too_long[0][:20]}...) is too long: use at most {LONGEST_NAME_BYTES}"
+        )
+    return Path(said)
+
+
 def _check_numbers(
     policy: str, sinks: int | None, window: int | None, capacity: int | None, chunk: int, batch: int, slack: int, dtype: str
 ) -> RingGeometry:
     if policy not in get_args(Policy):
         raise InputError(f"policy {policy!r} is not known; use one of {', '.join(get_args(Policy))}")
-    if dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in DTYPES:
         raise UnsupportedError(f"dtype {dtype!r} is not supported; use one of {', '.join(DTYPES)}")
     optional = [(name, value) for name, value in (("sinks", sinks), ("window", window), ("capacity", capacity)) if value is not None]
     for name, value in (*optional, ("chunk", chunk), ("batch", batch), ("slack", slack)):
@@ -135,6 +157,17 @@ def _linear_geometry(policy: str, sinks: int | None, window: int | None, capacit
     if chunk > capacity:
         raise GeometryError(f"chunk={chunk} is more than capacity={capacity}: use a chunk of at most {capacity}, or more capacity")
     return geometry
+
+
+def _check_memory(shape: DecoderShape, geometry: RingGeometry, batch: int) -> None:
+    """The trace holds the caches of all rows, and so does whoever runs the bundle."""
+    row_bytes = 2 * shape.layers * shape.kv_heads * geometry.capacity * shape.head_size * 4
+    present = describe_machine().memory_bytes
+    if present is not None and batch * row_bytes > present:
+        raise GeometryError(
+            f"batch={batch}: its caches take {batch * row_bytes} bytes, {row_bytes} a row, and this machine has {present} bytes of memory; "
+            "use a smaller batch or window"
+        )
 
 
 def _find_targets(names: Iterable[str]) -> list[Target]:

@@ -1,9 +1,29 @@
 """Families sinkring can export: a lookup from a configuration's `model_type` to what is special about it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from sinkring.models.errors import UnsupportedModel
+
+# Fields that other architectures give a meaning to and transformers' Llama passes over: a checkpoint that has one was made by code that
+# heeds it. Each with whether a value changes nothing; None and an absent field never do.
+_NEUTRAL: dict[str, Callable[[Any, "DecoderShape"], bool]] = {
+    "sliding_window": lambda value, _: not value,
+    "attn_logit_softcapping": lambda value, _: not value,
+    "final_logit_softcapping": lambda value, _: not value,
+    "is_causal": lambda value, _: value is True,
+    "use_bidirectional_attention": lambda value, _: value is False,
+    "layer_types": lambda value, _: all(kind == "full_attention" for kind in value),
+    "attention_chunk_size": lambda value, _: not value,
+    "no_rope_layers": lambda value, _: all(turned == 1 for turned in value),
+    "use_qk_norm": lambda value, _: value is False,
+    "embedding_multiplier": lambda value, _: value == 1,
+    "residual_multiplier": lambda value, _: value == 1,
+    "logits_scaling": lambda value, _: value == 1,
+    "attention_multiplier": lambda value, shape: abs(value * shape.head_size**0.5 - 1) < 1e-6,
+    "query_pre_attn_scalar": lambda value, shape: value == shape.head_size,
+}
 
 
 @dataclass(frozen=True)
@@ -53,9 +73,14 @@ def find_family(config: Any) -> Family:
         raise UnsupportedModel(
             f"{family.name}: rope_type {rope_type!r} is not supported, only {', '.join(family.rope_types)}; use another model"
         )
-    for field in ("sliding_window", "attn_logit_softcapping", "final_logit_softcapping"):
-        if getattr(config, field, None):
-            raise UnsupportedModel(f"{family.name}: {field}={getattr(config, field)} is not honoured yet; unset it or use another model")
+    shape = decoder_shape(config)
+    for field, neutral in _NEUTRAL.items():
+        value = getattr(config, field, None)
+        if value is not None and not _changes_nothing(neutral, value, shape):
+            raise UnsupportedModel(
+                f"{family.name}: {field}={value!r} is not honoured by transformers' {config.model_type} nor here; remove it if "
+                "the model was trained without it, or use another model"
+            )
     # transformers keeps it among the rope parameters, and its Llama then either fails or turns whole heads all the same.
     for partial in (getattr(config, "partial_rotary_factor", None), rope.get("partial_rotary_factor")):
         if partial not in (None, 1.0):
@@ -64,6 +89,13 @@ def find_family(config: Any) -> Family:
                 "heads; use another model"
             )
     return family
+
+
+def _changes_nothing(neutral: Callable[[Any, DecoderShape], bool], value: Any, shape: DecoderShape) -> bool:
+    try:
+        return neutral(value, shape)
+    except TypeError:  # a config.json may hold anything, and what is not understood is not neutral
+        return False
 
 
 def decoder_shape(config: Any) -> DecoderShape:

@@ -52,7 +52,23 @@ def original_context(config: Any) -> int:
 
 
 def rope_frequencies(rotary: Any, length: int) -> tuple[Tensor, float]:
-    """inv_freq float32 [R/2] in radians per token, and the factor on cos and sin, of a rotary module for a sequence of `length` tokens."""
+    """inv_freq float32 [R/2] in radians per token, and the factor on cos and sin, of a rotary module for a sequence of `length` tokens.
+
+    Raises UnsupportedModel unless all of them are finite and above 0.
+    """
+    inv_freq, scaling = _frequencies(rotary, length)
+    for name, values in (("angles per token", inv_freq), ("attention scaling", inv_freq.new_tensor([scaling]))):
+        wrong = values[~(values.isfinite() & (values > 0))]
+        if len(wrong):
+            said = ", ".join(f"{key}={value!r}" for key, value in sorted((rotary.config.rope_parameters or {}).items()))
+            raise UnsupportedModel(
+                f"{rotary.config.model_type}: its rope parameters ({said}) give {len(wrong)} of {len(values)} {name} that are not finite "
+                f"and above 0, the first is {float(wrong[0])}; correct rope_theta and the factors in config.json"
+            )
+    return inv_freq, scaling
+
+
+def _frequencies(rotary: Any, length: int) -> tuple[Tensor, float]:
     if rotary.rope_type not in LENGTH_DEPENDENT:
         return rotary.inv_freq, float(rotary.attention_scaling)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -23,6 +23,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 SAFETENSORS = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
+_LONGEST_SHOWN = 80
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def resolve_source(source: str) -> Source:
     if source in KNOWN_WEIGHTS:
         path = fetch_weights(KNOWN_WEIGHTS[source])
         return Source(source, "gguf", path, (path,))
-    path = Path(source).expanduser().absolute()
+    path = _find(source)
     if path.is_dir():
         return Source(str(path), "folder", path, _folder_files(path))
     if not path.exists():
@@ -115,6 +116,22 @@ def load_model(source: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
 
 
 _TO_SAFETENSORS = "convert it with transformers: model.save_pretrained(folder) writes safetensors"
+
+
+def _find(source: str) -> Path:
+    """`source` as an absolute path, there or not. Raises SourceError for what can be no path at all."""
+    try:
+        path = Path(source).expanduser().absolute()
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, RuntimeError) as error:  # too long or no folder on the way; a NUL; the home of a user there is not
+        shown = source if len(source) <= _LONGEST_SHOWN else f"{source[:_LONGEST_SHOWN]}... ({len(source)} characters)"
+        raise SourceError(
+            f"{shown!r}: is no path ({getattr(error, 'strerror', None) or error}); give a Hugging Face folder, a .gguf file, or one of the "
+            f"names: {', '.join(KNOWN_WEIGHTS)}"
+        ) from None
+    return path
 
 
 def _folder_files(folder: Path) -> tuple[Path, ...]:

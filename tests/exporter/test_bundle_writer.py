@@ -22,7 +22,7 @@ def out(tmp_path: Path) -> Path:
 
 
 def write(out: Path, made: str) -> None:
-    with new_bundle(out) as part:
+    with new_bundle(out, True) as part:
         (part / "weights.bin").write_bytes(made.encode())
         (part / "manifest.json").write_text(MANIFEST % made)
 
@@ -36,7 +36,7 @@ def beside(out: Path) -> list[str]:
 
 
 def test_a_new_bundle_appears_when_the_block_ends(out: Path) -> None:
-    with new_bundle(out) as part:
+    with new_bundle(out, True) as part:
         (part / "manifest.json").write_text(MANIFEST % "now")
         assert part.parent == out.parent, "a rename must not cross file systems"
         assert not out.exists()
@@ -90,7 +90,7 @@ def test_an_interrupt_leaves_what_was_there(out: Path, exception: type[BaseExcep
     before = content(out) if old else None
 
     def interrupted() -> None:
-        with new_bundle(out) as part:
+        with new_bundle(out, True) as part:
             (part / "manifest.json").write_text(MANIFEST % "two")
             raise exception
 
@@ -126,6 +126,46 @@ def test_a_failure_while_replacing_leaves_the_old_bundle(out: Path, step: str, m
     assert beside(out) == []
 
 
+def test_without_overwrite_a_bundle_that_came_meanwhile_stays(out: Path) -> None:
+    def overtaken() -> None:
+        with new_bundle(out, False) as part:
+            (part / "manifest.json").write_text(MANIFEST % "late")
+            write(out, "early")
+
+    with pytest.raises(BundleError, match="is already a bundle; give another --out"):
+        overtaken()
+    assert content(out)["weights.bin"] == b"early"
+    assert beside(out) == []
+
+
+RACING = """
+import pathlib, sys
+from sinkring.exporter.bundle_writer import new_bundle
+
+with new_bundle(pathlib.Path(sys.argv[1]), False) as part:
+    (part / "manifest.json").write_text('{"format": "sinkring-bundle", "made": "%s"}' % sys.argv[2])
+    print("there", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_of_racing_writers_one_wins_and_the_others_are_told(out: Path) -> None:
+    command = [sys.executable, "-c", RACING, str(out)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    racers = [subprocess.Popen([*command, str(number)], **pipes) for number in range(3)]  # type: ignore[call-overload]
+    for racer in racers:
+        assert racer.stdout.readline() == "there\n"
+    for racer in racers:
+        racer.stdin.write("go\n")
+        racer.stdin.flush()
+    said = [racer.communicate(timeout=60)[1] for racer in racers]
+    won = [number for number, racer in enumerate(racers) if racer.returncode == 0]
+    assert len(won) == 1, said
+    assert content(out) == {"manifest.json": (MANIFEST % won[0]).encode()}
+    assert all("is already a bundle" in text for number, text in enumerate(said) if number not in won)
+    assert beside(out) == []
+
+
 def _a_file(out: Path) -> None:
     out.write_text("precious")
 
@@ -149,7 +189,7 @@ def test_what_is_no_bundle_is_left_alone(out: Path, other: Callable[[Path], None
         other(out)
 
     def attempt() -> None:
-        with new_bundle(out) as part:
+        with new_bundle(out, True) as part:
             assert when == "meanwhile"
             (part / "manifest.json").write_text(MANIFEST % "two")
             other(out)
@@ -188,7 +228,7 @@ if step == "replacing":
     pathlib.Path.rename = rename_then_stop
 if step == "clearing":
     bundle_writer.shutil.rmtree = lambda *_, **__: stop()
-with bundle_writer.new_bundle(out) as part:
+with bundle_writer.new_bundle(out, True) as part:
     (part / "weights.bin").write_bytes(b"half")
     if step == "writing":
         stop()
@@ -212,7 +252,7 @@ def test_a_killed_writer_is_cleared_away_by_the_next(out: Path, step: str) -> No
     process.wait()
     assert beside(out), "the kill came too late to show anything"
     # The next one fails: still, the old bundle is back if it was only moved aside.
-    with pytest.raises(KeyError), new_bundle(out):
+    with pytest.raises(KeyError), new_bundle(out, True):
         raise KeyError
     assert content(out) == (before if step != "clearing" else {"weights.bin": b"half", "manifest.json": b'{"format": "sinkring-bundle"}'})
     assert beside(out) == []

@@ -20,7 +20,7 @@ from sinkring.exporter.weights import ALIGNMENT_BYTES, WeightsFile
 from sinkring.runtime import open_bundle
 from sinkring.runtime.bundle import check_files
 from sinkring.runtime.errors import BundleError, GeometryError, InputError, SinkringError, UnsupportedError
-from sinkring.runtime.manifest import Manifest
+from sinkring.runtime.manifest import CONTRACT_KEY, Manifest
 
 from tests.conftest import ROOT
 from tests.models.tiny import tiny_llama
@@ -99,7 +99,7 @@ def test_the_graphs_tell_nothing_of_the_machine(tiny_bundle: Path, tiny_model: P
         for trace in (str(ROOT), "site-packages", "torch/", ".py", str(tiny_model), str(Path.home()) + "/", "Traceback"):
             assert trace.encode() not in data, f"{name} holds {trace!r}"
         model = onnx.load_model_from_string(data)
-        assert (model.producer_name, model.doc_string, list(model.metadata_props)) == ("sinkring", "", [])
+        assert (model.producer_name, model.doc_string, [entry.key for entry in model.metadata_props]) == ("sinkring", "", [CONTRACT_KEY])
         assert not any(node.doc_string or node.metadata_props for node in model.graph.node)
 
 
@@ -391,8 +391,13 @@ def _rope(kind: str, **more: Any) -> dict[str, Any]:
         ({"sliding_window": 8}, "sliding_window=8"),
         ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"is_causal": False}, "is_causal=False is not honoured"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*sliding_attention"),
+        ({"embedding_multiplier": 12.0}, r"embedding_multiplier=12\.0 is not honoured"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}}, r"factor=0\.0.* give 4 of 4 angles per token"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "rope_theta=nan.* give .* angles per token"),
     ],
-    ids=["proportional", "partial", "partial as before", "sliding_window", "attn_softcap", "final_softcap"],
+    ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else "",
 )
 def test_settings_that_would_be_dropped_are_refused(
     tmp_path: Path, tiny_model: Path, out: Path, config: dict[str, Any], match: str
@@ -400,6 +405,41 @@ def test_settings_that_would_be_dropped_are_refused(
     model = _with_config(tiny_model, tmp_path / "model", config)
     with pytest.raises(UnsupportedError, match=match):
         export_decoder(model, out, **TINY)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("-inf")])
+def test_a_weight_that_is_not_finite_is_refused_by_name(tmp_path: Path, out: Path, wrong: float) -> None:
+    model = tiny_llama()
+    model.model.layers[1].mlp.up_proj.weight[3, 2] = wrong
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(UnsupportedError, match=r"^model\.layers\.1\.mlp\.up_proj\.weight: 1 of its 2048 weights are NaN or infinite"):
+        export_decoder(tmp_path / "model", out, **TINY)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("where", "match"),
+    [
+        (None, "out=None is NoneType"),
+        (5, "out=5 is int"),
+        ("", "out='' is empty"),
+        ("a\0b", "holds a NUL"),
+        ("x/" + "y" * 241, "a name of 241 bytes .* is too long: use at most 240"),
+        ("ü" * 128, "a name of 256 bytes"),
+    ],
+)
+def test_an_out_that_can_be_no_folder(where: Any, match: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    refuse_to_load(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=match):
+        export_decoder("model", where, **TINY)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_caches_beyond_this_machine_s_memory(tiny_model: Path, out: Path) -> None:
+    with pytest.raises(GeometryError, match=rf"batch={2**40}: its caches take \d+ bytes, \d+ a row, and this machine has \d+ bytes"):
+        export_decoder(tiny_model, out, batch=2**40, **TINY)
     assert not out.exists()
 
 

@@ -91,6 +91,26 @@ def test_partial_rotation_is_refused_wherever_it_stands(rope: dict[str, Any]) ->
         find_family(config({**rope, "partial_rotary_factor": 0.5}))
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rope_theta": 0.0},
+        {"rope_theta": -1.0},
+        {"rope_theta": float("nan")},
+        {"rope_theta": float("inf")},
+        {"rope_type": "linear", "factor": 0.0},
+        {"rope_type": "linear", "factor": -2.0},
+        {**LONGROPE, "short_factor": [1.0, 1.1, -1.2, 1.3]},
+        {**LONGROPE, "attention_factor": float("nan")},
+    ],
+    ids=str,
+)
+def test_angles_that_are_not_finite_and_positive_are_refused_with_the_parameters(wrong: dict[str, Any]) -> None:
+    rotary = LlamaRotaryEmbedding(config({"rope_type": "default", **wrong}))
+    with pytest.raises(UnsupportedModel, match=r"rope_theta=.*that are not finite and above 0"):
+        rope_frequencies(rotary, ORIGINAL)
+
+
 def test_an_unknown_kind_is_refused_with_the_known() -> None:
     with pytest.raises(
         UnsupportedModel, match="rope_type 'proportional' is not supported, only default, linear, llama3, yarn, dynamic, longrope"

@@ -227,6 +227,14 @@ def test_missing_and_wrong_kinds_of_source(tmp_path: Path) -> None:
         assert_one_line(error, *words)
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "~no-such-user/x", "a\0b", "y" * 300])
+def test_a_name_that_can_be_no_path(name: str) -> None:
+    with pytest.raises(SourceError) as error:
+        load_model(name)
+    assert_one_line(error, "is no path", "smollm2")
+    assert len(str(error.value)) < 400
+
+
 def test_damaged_folders(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     weights = (folder / "model.safetensors").read_bytes()
