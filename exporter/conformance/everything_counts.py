@@ -18,6 +18,10 @@ from sinkring.exporter.conformance.subject import Subject
 
 # Of a tensor's own root mean square: small enough that nothing saturates, far above rounding.
 PERTURBATION = 0.1
+# A slot's weight in the softmax may be a millionth: what it holds must change by enough to show through it.
+SLOT_PERTURBATION = 1000.0
+# Of each state, in the full suite: a run of the graph for each.
+MOST_WINDOW_SLOTS = 16
 _PATTERN = np.random.default_rng(10).standard_normal(1021).astype(np.float32)
 
 
@@ -36,7 +40,7 @@ class Part:
 
 
 def check_everything(subject: Subject) -> Check:
-    """Quick: of each kind of weight one, each state and the sinks of the first and last layer. Full: all of them."""
+    """Quick: of each kind of weight one, the sinks of the first and last layer, of each state the oldest slot. Full: every weight, sink."""
     dead: list[str] = []
     faults: list[str] = []
     tried: list[str] = []
@@ -121,7 +125,7 @@ class _Graph:
         return list({part.kind: part for part in self._parts}.values())
 
     def slots(self, every: bool) -> list[tuple[str, int]]:
-        """(state, slot): the sinks, and of the window the oldest token or all."""
+        """(state, slot): the sinks, and of the window the oldest token, or some from the oldest to the newest."""
         geometry, at = self._subject.geometry, self._subject.full_at
         last = at + self.tokens - 1
         window = range(max(geometry.sinks_tokens, last - geometry.window_tokens + 1), at)
@@ -129,20 +133,20 @@ class _Graph:
         names = list(self._states)
         ends = names if every or len(names) <= 8 else [*names[:2], *names[-2:]]
         found = [(name, slot) for name in ends for slot in sinks]
-        tokens = list(window) if every else list(window)[:1]
+        tokens = window[:: -(-len(window) // MOST_WINDOW_SLOTS)] if every and len(window) else window[:1]
         return found + [(name, geometry.slot(token)) for name in names for token in tokens]
 
     def changed_weight(self, part: Part) -> dict[str, NDArray[Any]]:
         tensor = self._weights[part.weight]
         array = self._read(tensor).copy()
         columns = array[..., part.start : part.stop]
-        columns += _noise(columns)
+        columns += _noise(columns, PERTURBATION)
         return {part.weight: array}
 
     def changed_slot(self, state: str, slot: int) -> dict[str, NDArray[Any]]:
         array = self._states[state].copy()
         rows = array[..., slot, :]
-        rows += 10 * _noise(rows)
+        rows += _noise(rows, SLOT_PERTURBATION)
         return {state: array}
 
     def _read(self, tensor: TensorProto) -> NDArray[np.float32]:
@@ -172,9 +176,9 @@ def _parts(model: onnx.ModelProto, tensor: TensorProto) -> list[Part]:
     return [Part(tensor.name, stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
 
 
-def _noise(array: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Of the array's shape; the same for equal arrays."""
-    scale = PERTURBATION * (float(np.sqrt(np.mean(np.square(array, dtype=np.float64)))) or 1.0)
+def _noise(array: NDArray[np.float32], times: float) -> NDArray[np.float32]:
+    """Of the array's shape, `times` its root mean square in size; the same for equal arrays."""
+    scale = times * (float(np.sqrt(np.mean(np.square(array, dtype=np.float64)))) or 1.0)
     return np.resize(_PATTERN, array.shape).astype(array.dtype) * array.dtype.type(scale)
 
 

@@ -20,6 +20,7 @@ from sinkring.runtime.decoder import Decoder, open_bundle
 from sinkring.runtime.errors import BundleError, CapacityError, GeometryError, InputError, UnsupportedError
 from sinkring.runtime.manifest import MANIFEST_NAME
 from sinkring.runtime.ring import split_chunks
+from transformers import LlamaConfig
 
 
 @dataclass(frozen=True)
@@ -158,9 +159,13 @@ def _nothing_there(out: Path) -> None:
 
 def _of_models() -> Iterator[Refusal]:
     def llama(**fields: Any) -> Callable[[], object]:
-        return lambda: find_family(SimpleNamespace(**{"model_type": "llama", "rope_parameters": {"rope_type": "default"}, **fields}))
+        config = LlamaConfig(num_hidden_layers=1)
+        # Set afterwards, because transformers would complain of some by itself.
+        for name, value in fields.items():
+            setattr(config, name, value)
+        return lambda: find_family(config)
 
-    yield Refusal("an unknown architecture", llama(model_type="nonesuch"), UnsupportedModel, "nonesuch")
+    yield Refusal("an unknown architecture", lambda: find_family(SimpleNamespace(model_type="nonesuch")), UnsupportedModel, "nonesuch")
     yield Refusal("an unknown rope type", llama(rope_parameters={"rope_type": "nonesuch"}), UnsupportedModel, "nonesuch")
     yield Refusal("a trained sliding window", llama(sliding_window=128), UnsupportedModel, "sliding_window=128")
     yield Refusal("softcapped attention", llama(attn_logit_softcapping=50.0), UnsupportedModel, "attn_logit_softcapping")

@@ -13,7 +13,8 @@ Call = tuple[int, int]
 def check_rollback(subject: Subject) -> Check:
     """Between the calls of one stream, other tokens are fed and taken back; a second stream is only given the calls."""
     geometry, tokens = subject.geometry, len(subject.ids)
-    slack = geometry.slack if geometry.wraps else tokens // 4
+    # Not geometry.slack: that is the runtime's to get right.
+    slack = geometry.slots - geometry.window_tokens if geometry.wraps else tokens // 4
     drafts = _drafts(slack, subject.full)
     faults: list[str] = []
     places = sorted(

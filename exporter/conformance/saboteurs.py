@@ -3,7 +3,6 @@
 A saboteur either changes a copy of the bundle, or replaces a piece of the runtime for as long as it is at work.
 """
 
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,6 +16,7 @@ from sinkring.runtime.backends.onnxruntime import OnnxRuntimeBackend
 from sinkring.runtime.decoder import Decoder
 from sinkring.runtime.errors import InputError
 from sinkring.runtime.manifest import Manifest
+from sinkring.runtime.ring import RingGeometry
 from sinkring.runtime.stream import Stream
 
 
@@ -210,6 +210,10 @@ def _rollback_off_by_one() -> Iterator[None]:
         yield
 
 
+def _window_believed() -> AbstractContextManager[None]:
+    return _replaced(RingGeometry, "slack", property(lambda self: self.slots - self.window_tokens + 1))
+
+
 @contextmanager
 def _growing_buffer() -> Iterator[None]:
     decode, kept = OnnxRuntimeBackend.decode, []
@@ -267,17 +271,6 @@ def _sink_dropped(bundle: Path, manifest: Manifest) -> None:
         edit_graph(bundle, path, lambda model: change_constant(model, ".sink_from", never))
 
 
-def _window_believed(bundle: Path, _manifest: Manifest) -> None:
-    from sinkring.exporter.conformance.edited_copy import edit_manifest
-
-    def believe(manifest: Manifest) -> Manifest:
-        ring = manifest.rings[0]
-        geometry = dataclasses.replace(ring.geometry, window_tokens=ring.geometry.window_tokens - 1)
-        return dataclasses.replace(manifest, rings=(dataclasses.replace(ring, geometry=geometry),))
-
-    edit_manifest(bundle, believe)
-
-
 def _ignored_weight(bundle: Path, manifest: Manifest) -> None:
     """The last norm is read from a copy: the graph computes what it did, and the weight itself is dead."""
     from sinkring.exporter.conformance.edited_copy import edit_graph
@@ -314,8 +307,8 @@ SABOTEURS = (
         "window-believed",
         ("I7",),
         "the runtime takes the window for one shorter than it is",
-        edit=_window_believed,
-        needs=("window", "wraps"),
+        _window_believed,
+        needs=("wraps",),
     ),
     Saboteur("growing-buffer", ("I8",), "each step keeps 32 logits", _growing_buffer),
     Saboteur("float32-positions", ("I9",), "positions are rounded to float32", _float32_positions, needs=("wraps",)),
