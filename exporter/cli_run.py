@@ -13,6 +13,7 @@ from sinkring.exporter.cli_output import note, print_json
 from sinkring.exporter.machine import describe_machine
 from sinkring.runtime import Decoder, Manifest, SamplingOptions, Stream, open_bundle
 from sinkring.runtime.answer import Answer
+from sinkring.runtime.bundle import check_consistent
 from sinkring.runtime.errors import InputError
 from sinkring.runtime.metering import Meter
 from sinkring.runtime.prompt import encode_prompt
@@ -25,7 +26,8 @@ _CHUNKS_PER_PIECE = 8
 
 @dataclass(frozen=True)
 class RunOptions:
-    """tokens: the longest answer. threads: None for all cores. as_json: no text as it comes, one object at the end."""
+    """tokens: the longest answer. threads: None for all cores. as_json: no text as it comes, but an object for each turn of a chat as it
+    ends, and one at the end."""
 
     tokens: int
     sampling: SamplingOptions
@@ -38,10 +40,14 @@ class RunOptions:
         if self.tokens < 0:
             raise InputError(f"tokens={self.tokens}: must be 0 or more")
         StopMatcher(self.stops)
+        for stop in self.stops:
+            _check_text("--stop", stop)
 
 
 def run_prompt(bundle: Path, prompt: str | None, options: RunOptions) -> None:
     """Continue `prompt`, or what stdin says if None."""
+    if prompt is not None:
+        _check_text("--prompt", prompt)
     with _open(bundle, options) as session:
         text = _stdin_text() if prompt is None else prompt
         session.ask(encode_prompt(bundle, session.codec, text))
@@ -49,7 +55,7 @@ def run_prompt(bundle: Path, prompt: str | None, options: RunOptions) -> None:
 
 def run_chat(bundle: Path, options: RunOptions) -> None:
     """Answer stdin's lines, each one turn, until it ends. Empty lines are passed over."""
-    with _open(bundle, options) as session:
+    with _open(bundle, options, chat=True) as session:
         end_fed = False
         for number, line in enumerate(_lines()):
             ids = session.codec.chat_turn(line, first=not number, end_fed=end_fed)
@@ -59,12 +65,14 @@ def run_chat(bundle: Path, options: RunOptions) -> None:
 class _Session:
     """One stream and what is said about it on stderr."""
 
-    def __init__(self, codec: TextCodec, decoder: Decoder, stream: Stream, live: LiveLine, options: RunOptions) -> None:
+    def __init__(self, codec: TextCodec, decoder: Decoder, stream: Stream, live: LiveLine, options: RunOptions, chat: bool) -> None:
         self.codec = codec
         self.meter = Meter()
         self.decoder, self.stream = decoder, stream
-        self._live, self._options = live, options
-        self._turns: list[dict[str, Any]] = []
+        self._live, self._options, self._chat = live, options, chat
+        # Of the latest turn alone: a chat has no end. `_turns` counts those before it.
+        self._turn: dict[str, Any] | None = None
+        self._turns = 0
 
     def ask(self, ids: Ids, user: str | None = None) -> bool:
         """Feed ids and write the answer. Whether it ended with a stop token, which is then in the stream."""
@@ -76,8 +84,7 @@ class _Session:
         answer = Answer(self.stream, self.codec, options.tokens, options.sampling, options.stops, self.meter)
         turn: dict[str, Any] = {} if user is None else {"user": user}
         turn |= {"prompt_tokens": len(ids), "text": "", "generated_tokens": 0, "ended_by": "interrupt"}
-        if options.as_json:
-            self._turns.append(turn)
+        self._turn = turn
         for text in answer:
             turn["generated_tokens"] = answer.tokens
             if options.as_json:
@@ -89,7 +96,16 @@ class _Session:
         turn["ended_by"] = answer.ended_by
         if not options.as_json:
             print(flush=True)
+        elif self._chat:
+            self._end_turn()
         return answer.ended_by == "stop_token"
+
+    def _end_turn(self) -> None:
+        if self._turn is not None:
+            print_json(self._turn)
+            sys.stdout.flush()
+            self._turn = None
+            self._turns += 1
 
     def line(self) -> str:
         rate = self.meter.tokens_per_second
@@ -113,9 +129,11 @@ class _Session:
                 "interrupted": interrupted,
                 "measured_on": where,
             }
-            chat = any("user" in turn for turn in self._turns)
-            one = {} if chat or not self._turns else self._turns[0]
-            print_json({**({"turns": self._turns} if chat or not one else one), **totals})
+            if self._chat:
+                self._end_turn()
+                print_json({"turns": self._turns, **totals})
+            else:
+                print_json({**(self._turn or {}), **totals})
             return
         speed = f"{rate:.1f} tokens/s" if rate is not None else "too few to measure"
         note(
@@ -125,13 +143,15 @@ class _Session:
 
 
 @contextmanager
-def _open(bundle: Path, options: RunOptions) -> Iterator[_Session]:
+def _open(bundle: Path, options: RunOptions, chat: bool = False) -> Iterator[_Session]:
     """A session that says its summary at the end, also when Ctrl-C is that end; then the exit status says so."""
-    codec = TextCodec.open(bundle, Manifest.read(bundle).tokenizer)
+    manifest = Manifest.read(bundle)
+    check_consistent(bundle, manifest)
+    codec = TextCodec.open(bundle, manifest.tokenizer)
     with open_bundle(bundle, options.backend, threads=options.threads) as decoder, decoder.stream() as stream:
         interrupted = False
         with LiveLine() as live:
-            session = _Session(codec, decoder, stream, live, options)
+            session = _Session(codec, decoder, stream, live, options, chat)
             try:
                 yield session
             except KeyboardInterrupt:
@@ -168,6 +188,17 @@ def _lines() -> Iterator[str]:
 def _stdin_bytes() -> BinaryIO:
     """Bytes, since the locale may name another encoding than the UTF-8 that a tokenizer wants."""
     return sys.stdin.buffer
+
+
+def _check_text(option: str, text: str) -> None:
+    """Python hands on bytes of the command line that are no text as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{option} is not UTF-8 text (character {error.start} is byte 0x{ord(text[error.start]) & 0xFF:02x}); convert it, with iconv "
+            "for example"
+        ) from None
 
 
 def _decoded(raw: bytes) -> str:

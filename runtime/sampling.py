@@ -53,6 +53,10 @@ class SamplingOptions:
         for field in fields(self):
             value = getattr(self, field.name)
             whole = isinstance(field.default, int)
+            if isinstance(value, np.integer | np.floating):
+                # Options go into snapshots, as JSON; .item() of a whole number stays one.
+                value = value.item()
+                object.__setattr__(self, field.name, value)
             if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
                 raise InputError(
                     f"{field.name}={value!r} is {type(value).__name__}: give {'a whole number' if whole else 'a number'}, "

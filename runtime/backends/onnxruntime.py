@@ -4,6 +4,7 @@ Each ring is bound as graph input and as graph output at the same address, so Te
 session is bound to one row's slice of the same memory.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ except ImportError:
     raise DependencyError("the backend onnxruntime needs the package onnxruntime: pip install 'sinkring[cpu]'") from None
 
 _ERRORS_ONLY = 3
+# ONNX Runtime starts as many as it is told, until the system gives it no more and the process dies without a word.
+_MOST_THREADS = max(256, os.cpu_count() or 1)
 DEVICE = "cpu"
 _NUMPY_NAMES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int64)": "int64", "tensor(int32)": "int32"}
 
@@ -34,8 +37,8 @@ class OnnxRuntimeBackend:
     def __init__(self, bundle: Path, manifest: Manifest, target: str, *, threads: int | None = None, **unknown: Any) -> None:
         if unknown:
             raise InputError(f"option {sorted(unknown)[0]!r} is not known to the backend onnxruntime; it takes: threads")
-        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or threads < 1):
-            raise InputError(f"threads={threads!r}: must be a whole number, 1 or more")
+        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= _MOST_THREADS):
+            raise InputError(f"threads={threads!r}: must be a whole number, 1 to {_MOST_THREADS}")
         self._manifest = manifest
         self._decode = _session(bundle, manifest, manifest.graph("decode", target), threads)
         self._prefill = _session(bundle, manifest, manifest.graph("prefill", target), threads)

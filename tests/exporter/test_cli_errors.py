@@ -160,6 +160,8 @@ def test_stdin_that_is_no_text(mode: list[str], speaking_bundle: Path) -> None:
     [
         (["--backend", "onnx"], "backend 'onnx' is not known; use onnxruntime"),
         (["--threads", 0], "threads=0: must be"),
+        (["--threads", 100000], "threads=100000: must be a whole number, 1 to "),
+        (["--stop", "a\udcfe"], "--stop is not UTF-8 text (character 1 is byte 0xfe)"),
         (["--tokens", -1], "tokens=-1: must be 0 or more"),
         (["--temperature", -1], "temperature=-1.0: must be 0"),
         (["--temperature", "nan"], "temperature=nan"),
@@ -174,6 +176,30 @@ def test_stdin_that_is_no_text(mode: list[str], speaking_bundle: Path) -> None:
 )
 def test_run_options_that_make_no_sense(options: list[object], words: str, speaking_bundle: Path) -> None:
     assert words in refused("run", speaking_bundle, "--prompt", "a", *options)
+
+
+def test_a_prompt_that_is_no_text(speaking_bundle: Path) -> None:
+    message = refused("run", speaking_bundle, "--prompt", os.fsdecode(b"a\xff"))
+    assert message == "--prompt is not UTF-8 text (character 1 is byte 0xff); convert it, with iconv for example"
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [(["doctor"], 0), (["run", "--prompt", "x", "--tokens", 3], 0), (["run", "--tokens", 3], 2), (["run", "--chat"], 0)],
+    ids=["doctor", "prompt", "stdin", "chat"],
+)
+def test_a_standard_stream_that_is_closed(arguments: list[object], status: int, closed: tuple[int, ...], speaking_bundle: Path) -> None:
+    def close() -> None:
+        for descriptor in closed:
+            os.close(descriptor)
+
+    bundle = [] if arguments == ["doctor"] else [speaking_bundle]
+    process = spawn(*arguments, *bundle, preexec_fn=close)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == status, err.decode()
+    assert b"Traceback" not in err
+    assert b"Traceback" not in out
 
 
 def test_a_bundle_without_text(speaking_bundle: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import sys
 import termios
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 from sinkring.runtime import Manifest, open_bundle
@@ -95,6 +95,13 @@ def test_stop_strings_end_the_text_before_them(speaking_bundle: Path, stops: lis
     assert result["ended_by"] == ("length" if text == 2 * FOLLOWING else "stop_text")
 
 
+def chat_json(out: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The objects of the turns, and the last one, which counts them."""
+    *turns, result = map(json.loads, out.splitlines())
+    assert result["turns"] == len(turns)
+    return turns, result
+
+
 def test_chat_goes_on_by_ids_over_turns(speaking_bundle: Path) -> None:
     turns = ["Hello there", "", "und wie geht's? →🎈", "and so on, past the end of the ring"]
     ended = invoke("run", speaking_bundle, "--chat", stdin="\n".join(turns).encode())
@@ -102,8 +109,8 @@ def test_chat_goes_on_by_ids_over_turns(speaking_bundle: Path) -> None:
 
 
 def test_a_chat_streams_the_very_ids_of_its_template(speaking_bundle: Path) -> None:
-    result = json.loads(invoke("run", speaking_bundle, "--chat", "--json", stdin=b"one\r\ntwo\n").out)
-    assert [(turn["user"], turn["text"], turn["ended_by"]) for turn in result["turns"]] == [
+    turns, result = chat_json(invoke("run", speaking_bundle, "--chat", "--json", stdin=b"one\r\ntwo\n").out)
+    assert [(turn["user"], turn["text"], turn["ended_by"]) for turn in turns] == [
         ("one", ANSWER, "stop_token"),
         ("two", ANSWER, "stop_token"),
     ]
@@ -113,19 +120,35 @@ def test_a_chat_streams_the_very_ids_of_its_template(speaking_bundle: Path) -> N
 
 
 def test_an_answer_that_was_cut_is_closed_by_the_next_turn(speaking_bundle: Path) -> None:
-    cut = json.loads(invoke("run", speaking_bundle, "--chat", "--tokens", 3, "--json", stdin=b"one\ntwo\n").out)
-    whole = json.loads(invoke("run", speaking_bundle, "--chat", "--tokens", 4, "--json", stdin=b"one\ntwo\n").out)
+    turns, cut = chat_json(invoke("run", speaking_bundle, "--chat", "--tokens", 3, "--json", stdin=b"one\ntwo\n").out)
+    _, whole = chat_json(invoke("run", speaking_bundle, "--chat", "--tokens", 4, "--json", stdin=b"one\ntwo\n").out)
     # Either way the stream holds one end-of-turn token after each answer but a cut last one.
-    assert [turn["ended_by"] for turn in cut["turns"]] == ["length", "length"]
+    assert [turn["ended_by"] for turn in turns] == ["length", "length"]
     assert cut["position"] == whole["position"] - 1
-    stopped = json.loads(invoke("run", speaking_bundle, "--chat", "--stop", "k", "--json", stdin=b"one\ntwo\n").out)
-    assert [(turn["text"], turn["ended_by"]) for turn in stopped["turns"]] == [("o", "stop_text"), ("o", "stop_text")]
+    stopped, _ = chat_json(invoke("run", speaking_bundle, "--chat", "--stop", "k", "--json", stdin=b"one\ntwo\n").out)
+    assert [(turn["text"], turn["ended_by"]) for turn in stopped] == [("o", "stop_text"), ("o", "stop_text")]
 
 
 def test_a_chat_without_turns_ends_well(speaking_bundle: Path) -> None:
     ended = invoke("run", speaking_bundle, "--chat", "--json")
     assert ended.status == 0
-    assert json.loads(ended.out)["turns"] == []
+    assert json.loads(ended.out)["turns"] == 0
+
+
+def test_each_turn_s_object_comes_as_it_ends_and_none_is_kept(speaking_bundle: Path) -> None:
+    process = spawn("run", speaking_bundle, "--chat", "--json", stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    for number in range(3):
+        process.stdin.write(f"turn {number}\n".encode())
+        process.stdin.flush()
+        turn = json.loads(process.stdout.readline())
+        assert (turn["user"], turn["text"], turn["ended_by"]) == (f"turn {number}", ANSWER, "stop_token")
+        assert turn.keys() == {"user", "prompt_tokens", "text", "generated_tokens", "ended_by"}
+    rest, _ = process.communicate(timeout=60)
+    result = json.loads(rest)
+    assert (process.returncode, result["turns"], result["interrupted"]) == (0, 3, False)
+    assert "turn 0" not in rest.decode()
 
 
 def test_a_prompt_alone_brings_no_begin_token_that_the_tokenizer_does_not_add(speaking_bundle: Path) -> None:
@@ -175,10 +198,10 @@ def test_ctrl_c_still_gives_the_json(speaking_bundle: Path) -> None:
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr) == (130, b"")
-    result = json.loads(stdout)
+    turns, result = chat_json(stdout.decode())
     assert result["interrupted"]
     # Half a second is plenty for the answer, but a busy machine may be in the middle of it.
-    assert ANSWER.startswith(result["turns"][0]["text"])
+    assert ANSWER.startswith(turns[0]["text"])
 
 
 def test_a_closed_pipe_ends_it_quietly(speaking_bundle: Path) -> None:

@@ -1,5 +1,6 @@
 """Sampling against a slow reference that sorts, in float64, written apart from the sampler."""
 
+import dataclasses
 import json
 import math
 import tracemalloc
@@ -311,3 +312,12 @@ def test_a_step_allocates_nothing_of_the_vocabularys_size_and_nothing_grows(opti
     assert now - start < 4_000
     assert len(sampler.state()["recent"]) == options.repetition_window_tokens
     assert len(json.dumps(sampler.state()["recent"])) < 4 * size
+
+
+def test_numpy_scalars_are_numbers_and_are_kept_as_plain_ones() -> None:
+    options = SamplingOptions(temperature=np.float32(0.5), top_k=np.int64(3), top_p=np.float64(0.9), min_p=np.int32(0), seed=np.uint8(7))
+    assert options == SamplingOptions(temperature=0.5, top_k=3, top_p=0.9, min_p=0, seed=7)
+    assert {type(value) for value in dataclasses.asdict(options).values()} <= {int, float}
+    for wrong in ({"top_k": np.float64(3)}, {"seed": np.True_}, {"temperature": np.float32("nan")}, {"top_k": np.int64(-1)}):
+        with pytest.raises(InputError, match=f"^{next(iter(wrong))}="):
+            SamplingOptions(**wrong)
