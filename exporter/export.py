@@ -1,5 +1,7 @@
 """export_decoder: a trained decoder -> a bundle folder."""
 
+import dataclasses
+import json
 import os
 import platform
 from collections.abc import Callable, Iterable
@@ -22,10 +24,21 @@ from sinkring.models.registry import DecoderShape, decoder_shape, find_family
 from sinkring.models.rope import rope_frequencies, rope_length
 from sinkring.models.source import LoadedModel, load_model
 from sinkring.runtime.errors import BundleError, GeometryError, InputError, UnsupportedError
-from sinkring.runtime.manifest import MANIFEST_NAME, Graph, Manifest, ModelInfo, Policy, Ring, Role, StateTensor, Tokenizer
+from sinkring.runtime.manifest import (
+    CONTRACT_KEY,
+    MANIFEST_NAME,
+    WEIGHTS_NAME,
+    Graph,
+    Manifest,
+    ModelInfo,
+    Policy,
+    Ring,
+    Role,
+    StateTensor,
+    Tokenizer,
+)
 from sinkring.runtime.ring import RingGeometry
 
-WEIGHTS_NAME = "weights.bin"
 TOKENIZER_NAME = "tokenizer.json"
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
 DTYPES = {"fp32": "float32"}
@@ -88,6 +101,7 @@ def export_decoder(
     check_finite(loaded.model)
     try:
         with new_bundle(out, overwrite) as part:
+            plan = _plan(loaded, shape, geometry, policy, batch, chunk)
             graphs: list[Graph] = []
             roles: tuple[Role, ...] = ("decode", "prefill")
             with WeightsFile(part / WEIGHTS_NAME) as weights:
@@ -95,9 +109,9 @@ def export_decoder(
                     say(f"tracing {role}")
                     traced = trace_step(loaded.model, family, shape, geometry, role=role, policy=policy, batch=batch, chunk=chunk)
                     tokens = 1 if role == "decode" else chunk
-                    graphs += _save_graphs(part, weights, simplify(traced), role, tokens, chosen)
+                    graphs += _save_graphs(part, weights, simplify(traced), role, tokens, chosen, plan)
             say("writing the manifest")
-            manifest = _manifest(part, loaded, shape, geometry, policy, batch, chunk, graphs)
+            manifest = _complete(part, plan, loaded, graphs)
             replace_text(part / MANIFEST_NAME, manifest.to_json())
     except OSError as error:
         raise BundleError(f"{out}: could not be written ({error.strerror}: {error.filename or out}); nothing was left there") from error
@@ -197,31 +211,25 @@ def _check_context(shape: DecoderShape, geometry: RingGeometry, *, chunk: int, s
         )
 
 
-def _save_graphs(part: Path, weights: WeightsFile, simplified: ir.Model, role: Role, tokens: int, targets: list[Target]) -> list[Graph]:
-    """One file per form; targets that take the same form share it."""
+def _save_graphs(
+    part: Path, weights: WeightsFile, simplified: ir.Model, role: Role, tokens: int, targets: list[Target], plan: Manifest
+) -> list[Graph]:
+    """One file per form; targets that take the same form share it. Each carries the contract of `plan`."""
     files: dict[type, str] = {}
     graphs = []
     for target in targets:
         form = target.attention[role]
         if form not in files:
             files[form] = f"{role}.{form.FORM}.onnx"
-            weights.save_graph(lower_for(target, role, simplified), part / files[form])
+            lowered = lower_for(target, role, simplified)
+            lowered.metadata_props[CONTRACT_KEY] = json.dumps(plan.contract(), sort_keys=True)
+            weights.save_graph(lowered, part / files[form])
         graphs.append(Graph(role=role, target=target.name, path=files[form], tokens=tokens))
     return graphs
 
 
-def _manifest(
-    part: Path,
-    loaded: LoadedModel,
-    shape: DecoderShape,
-    geometry: RingGeometry,
-    policy: Policy,
-    batch: int,
-    chunk: int,
-    graphs: list[Graph],
-) -> Manifest:
-    tokenizer = _write_tokenizer(part, loaded)
-    paths = sorted(path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file())
+def _plan(loaded: LoadedModel, shape: DecoderShape, geometry: RingGeometry, policy: Policy, batch: int, chunk: int) -> Manifest:
+    """The manifest as far as it is known before anything is written."""
     return Manifest(
         model=ModelInfo(
             architecture=loaded.architecture,
@@ -234,7 +242,7 @@ def _manifest(
             head_size=shape.head_size,
             vocab_size=shape.vocab_size,
             trained_context_tokens=shape.context_tokens,
-            weight_bytes=(part / WEIGHTS_NAME).stat().st_size,
+            weight_bytes=0,
         ),
         policy=policy,
         batch=batch,
@@ -257,12 +265,24 @@ def _manifest(
             for layer in range(shape.layers)
             for name in ring_names(layer)
         ),
-        graphs=tuple(graphs),
-        files=tuple(describe_file(part, path) for path in paths),
+        graphs=(),
+        files=(),
         made_with={
             "python": platform.python_version(),
             **{package: version(package) for package in ("sinkring", "torch", "transformers", "onnx", "onnx-ir", "onnxscript")},
         },
+    )
+
+
+def _complete(part: Path, plan: Manifest, loaded: LoadedModel, graphs: list[Graph]) -> Manifest:
+    """`plan` with what was written to `part`."""
+    tokenizer = _write_tokenizer(part, loaded)
+    paths = sorted(path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file())
+    return dataclasses.replace(
+        plan,
+        model=dataclasses.replace(plan.model, weight_bytes=(part / WEIGHTS_NAME).stat().st_size),
+        graphs=tuple(graphs),
+        files=tuple(describe_file(part, path) for path in paths),
         tokenizer=tokenizer,
     )
 

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 
 from sinkring.runtime.errors import BundleError
-from sinkring.runtime.manifest import DTYPE_BYTES, MANIFEST_NAME, Manifest
+from sinkring.runtime.manifest import DTYPE_BYTES, MANIFEST_NAME, WEIGHTS_NAME, Manifest
 
 
 def check_consistent(bundle: Path, manifest: Manifest) -> None:
@@ -40,7 +40,7 @@ def check_consistent(bundle: Path, manifest: Manifest) -> None:
             if (state.kind == "ring") != geometry.wraps:
                 raise fail(f"{state.name}: kind", repr(state.kind), f"that of its ring, whose geometry has wraps={geometry.wraps}")
     tokenizer = manifest.tokenizer
-    named = [graph.path for graph in manifest.graphs]
+    named = [WEIGHTS_NAME, *(graph.path for graph in manifest.graphs)]
     if tokenizer is not None:
         named += [path for path in (tokenizer.tokenizer, tokenizer.chat_template) if path is not None]
     for path in named:

@@ -18,6 +18,8 @@ from sinkring.runtime.ring import RingGeometry
 FORMAT = "sinkring-bundle"
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+WEIGHTS_NAME = "weights.bin"
+CONTRACT_KEY = "sinkring.contract"
 
 Policy = Literal["native", "streaming"]
 Role = Literal["decode", "prefill"]
@@ -143,6 +145,14 @@ class Manifest:
         return sum(
             self.batch * ring.geometry.capacity * 2 * len(ring.layers) * model.kv_heads * model.head_size * item for ring in self.rings
         )
+
+    def contract(self) -> dict[str, Any]:
+        """What a graph and its runtime must agree on, as plain JSON values. Every graph of a bundle carries it in its metadata, under
+        CONTRACT_KEY: the manifest itself is hashed by nobody, and a wrong number in it would write a wrong slot without an error."""
+        fields = ("policy", "batch", "chunk", "dtype", "position_limit", "rings", "states")
+        whole = dataclasses.asdict(self)
+        contract: dict[str, Any] = json.loads(json.dumps({name: whole[name] for name in fields}))
+        return contract
 
     def graph(self, role: Role, target: str) -> Graph:
         for graph in self.graphs:

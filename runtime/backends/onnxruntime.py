@@ -4,6 +4,7 @@ Each ring is bound as graph input and as graph output at the same address, so Te
 session is bound to one row's slice of the same memory.
 """
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from sinkring.runtime.errors import BundleError, DependencyError, InputError
-from sinkring.runtime.manifest import Graph, Manifest, StateTensor
+from sinkring.runtime.manifest import CONTRACT_KEY, Graph, Manifest, StateTensor
 
 try:
     import onnxruntime as ort
@@ -155,7 +156,24 @@ def _session(bundle: Path, manifest: Manifest, graph: Graph, threads: int | None
             f"{bundle / graph.path}: onnxruntime {ort.__version__} cannot load it ({' '.join(str(error).split())}); export again"
         ) from error
     _check_signature(session, bundle / graph.path, manifest, graph)
+    _check_contract(session, bundle / graph.path, manifest)
     return session
+
+
+def _check_contract(session: Any, where: Path, manifest: Manifest) -> None:
+    """The graph was made for one geometry, policy and set of states, and says which."""
+    said = json.loads(session.get_modelmeta().custom_metadata_map.get(CONTRACT_KEY, "{}"))
+    for name, value in manifest.contract().items():
+        if said.get(name) != value:
+            raise BundleError(
+                f"{where}: was made for {name} {_shortened(said.get(name))}, the manifest says {_shortened(value)}; "
+                "the bundle is damaged, export again"
+            )
+
+
+def _shortened(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _check_signature(session: Any, where: Path, manifest: Manifest, graph: Graph) -> None:

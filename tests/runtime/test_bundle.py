@@ -183,3 +183,33 @@ def test_a_manifest_that_disagrees_with_itself_or_the_graphs(
     message = refused(bundle, verify=verify)
     assert re.search(match, message), message
     assert str(bundle) in message or "export again" in message
+
+
+def swap_updated(manifest: dict[str, Any]) -> None:
+    first, second = manifest["states"][:2]
+    first["updated"], second["updated"] = second["updated"], first["updated"]
+
+
+def geometry(**numbers: int) -> Callable[[dict[str, Any]], None]:
+    return lambda manifest: manifest["rings"][0]["geometry"].update(numbers)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (geometry(sinks_tokens=1, slots=15), "was made for rings"),
+        (geometry(window_tokens=3), "was made for rings"),
+        (lambda manifest: manifest.update(policy="native"), 'was made for policy "streaming", the manifest says "native"'),
+        (lambda manifest: manifest.update(position_limit=2**70), "was made for position_limit"),
+        (lambda manifest: manifest.update(chunk=2), "was made for chunk 4, the manifest says 2"),
+        (lambda manifest: manifest["states"][0].update(initial=7.0), "was made for states"),
+        (swap_updated, "was made for states"),
+        (lambda manifest: manifest["files"].pop(), "weights.bin is named but not listed"),
+    ],
+)
+def test_numbers_that_would_write_wrong_slots_are_those_of_the_graphs(
+    bundle: Path, change: Callable[[dict[str, Any]], object], match: str
+) -> None:
+    """Each of these is consistent in itself, and gave wrong logits or a wrong limit without a word."""
+    edit(bundle, change)
+    assert match in refused(bundle)
