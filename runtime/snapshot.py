@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from sinkring.runtime.errors import BundleError, DependencyError, InputError
 from sinkring.runtime.manifest import Manifest
+from sinkring.runtime.sampling import Sampler, SamplingOptions
 
 try:
     import fcntl
@@ -55,6 +56,10 @@ def write_snapshot(path: Path, manifest: Manifest, stream: dict[str, Any], tenso
     try:
         if not path.name or path.is_dir():
             raise InputError(f"snapshot {path}: is a folder; give the path of a file in it")
+        # A rename would put a file in a device's place.
+        if path.exists() and not path.is_file():
+            raise InputError(f"snapshot {path}: is a device, pipe or socket; give the path of a plain file")
+        path = path.resolve()  # a link stays one
         with _put_in_place(path) as file:
             file.write(data[:at])
             file.write(hashlib.sha256(data).hexdigest().encode())
@@ -88,12 +93,51 @@ def read_snapshot(path: Path, manifest: Manifest) -> tuple[dict[str, Any], dict[
         )
     if _sha256_of(data, metadata[_SHA256]) != metadata[_SHA256]:
         raise BundleError(f"snapshot {path}: its content is not what was written, sha256 differs; use another one")
+    if not isinstance(record.get("identity"), str) or "stream" not in record:
+        raise BundleError(f"snapshot {path}: its metadata lacks the identity or the stream; use another one")
     if record["identity"] != identity(manifest):
         raise BundleError(
             f"snapshot {path}: was taken from another bundle ({record['identity'][:12]}..., this one is {identity(manifest)[:12]}...): "
             "model, policy, rings and dtype must be the same"
         )
+    _check_content(path, manifest, record["stream"], tensors)
     return record["stream"], tensors
+
+
+def _check_content(path: Path, manifest: Manifest, stream: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    """Whoever can compute a sha256 can write anything: numbers that would index a buffer, and arrays that numpy would stretch to fit."""
+
+    def require(good: bool, what: str) -> None:
+        if not good:
+            raise BundleError(f"snapshot {path}: {what}; it was not written by sinkring, use another one")
+
+    vocab = manifest.model.vocab_size
+    expected = {state.name: (tuple(_row_shape(manifest, state.name)), state.dtype) for state in manifest.states}
+    expected[LOGITS] = ((vocab,), "float32")
+    for name, form in expected.items():
+        found = tensors.get(name)
+        require(found is not None, f"has no tensor {name!r}")
+        assert found is not None, "checked in the line before"
+        require((found.shape, str(found.dtype)) == form, f"{name} is {found.dtype} {found.shape}, this bundle's is {form[1]} {form[0]}")
+    require(tensors.keys() == expected.keys(), "has tensors that this bundle does not know")
+    counters = ("fed", "reached", "pending", "history", "logits_stand", "sampler")
+    require(isinstance(stream, dict) and stream.keys() == set(counters), f"its record must have just {', '.join(counters)}")
+    fed, reached = stream["fed"], stream["reached"]
+    require(
+        all(type(count) is int for count in (fed, reached)) and 0 <= fed <= reached <= manifest.position_limit, "its counters make no sense"
+    )
+    for name in ("pending", "history"):
+        tokens = stream[name]
+        sound = isinstance(tokens, list) and all(type(token) is int and 0 <= token < vocab for token in tokens)
+        require(sound, f"{name} must be token ids in [0, {vocab})")
+    require(isinstance(stream["logits_stand"], bool), "logits_stand must be true or false")
+    sampler = stream["sampler"]
+    require(sampler is None or (isinstance(sampler, dict) and sampler.keys() == {"options", "state"}), "its sampler must be null or whole")
+    if sampler is not None:
+        try:
+            Sampler(SamplingOptions(**sampler["options"]), vocab).load_state(sampler["state"])
+        except (InputError, TypeError, AttributeError) as error:
+            require(False, f"its sampler makes no sense ({error})")
 
 
 @contextmanager

@@ -75,13 +75,20 @@ def make(decoder: Decoder, state: str, path: Path) -> Path:
     return path
 
 
-def forge(path: Path, out: Path, change: Callable[[Any], Any] = lambda record: record) -> Path:
-    """A copy whose record was changed by a writer who knows how to hash: `change` gets the record and returns what takes its place."""
+def forge(
+    path: Path,
+    out: Path,
+    change: Callable[[Any], Any] = lambda record: record,
+    change_tensors: Callable[[dict[str, np.ndarray]], None] = lambda tensors: None,
+) -> Path:
+    """A copy changed by a writer who knows how to hash: `change` gets the record and returns what takes its place."""
     data = path.read_bytes()
     metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     metadata["sinkring"] = json.dumps(change(json.loads(metadata["sinkring"])))
     metadata["sha256"] = "0" * 64
-    forged = safetensors.numpy.save(safetensors.numpy.load(data), metadata)
+    tensors = safetensors.numpy.load(data)
+    change_tensors(tensors)
+    forged = safetensors.numpy.save(tensors, metadata)
     out.write_bytes(forged.replace(b"0" * 64, hashlib.sha256(forged).hexdigest().encode(), 1))
     return out
 
