@@ -15,8 +15,10 @@ from pathlib import Path
 from types import ModuleType
 
 import onnx
+from sinkring.exporter.bundle_writer import locked
 from sinkring.exporter.engine_builder import Progress, ShapeRange, check_sm, compile_engine, load_tensorrt, present_sm
 from sinkring.exporter.plan import PlanReport, read_plan
+from sinkring.runtime.bundle import check_consistent
 from sinkring.runtime.errors import BuildError, BundleError, UnsupportedError
 from sinkring.runtime.manifest import MANIFEST_NAME, Engine, File, Graph, Manifest, Role, StateTensor
 
@@ -65,6 +67,7 @@ def build_engine(
     folder = Path(bundle)
     trt = load_tensorrt(target)
     manifest = Manifest.read(folder)
+    check_consistent(folder, manifest)
     graphs = [graph for graph in manifest.graphs if graph.target == target] or [manifest.graph("decode", target)]
     sms = tuple(sm) if sm is not None else ((89,) if target == "tensorrt-rtx" else (present_sm(),))
     if not sms:
@@ -79,6 +82,8 @@ def build_engine(
 
 def _build_one(folder: Path, trt: ModuleType, graph: Graph, sm: int, progress: Progress | None) -> BuildReport:
     manifest = Manifest.read(folder)
+    # Again for each: a build takes minutes, in which the bundle may have been exported anew.
+    _check_file(folder, manifest.file(graph.path), {})
     header = onnx.load(folder / graph.path, load_external_data=False).graph
     profiles = _profiles(header, graph)
     states = _bound_states(header, graph, manifest.states)
@@ -111,17 +116,39 @@ def _build_one(folder: Path, trt: ModuleType, graph: Graph, sm: int, progress: P
     (folder / ENGINES_FOLDER).mkdir(exist_ok=True)
     if report.faults:
         _write(failed_path, report.to_json().encode())
+        if plan.lacks_fused_kernel():
+            model = manifest.model
+            raise BuildError(
+                f"{graph.path} for {graph.target} sm={sm}: {graph.target} {trt.__version__} has no fused attention kernel for "
+                f"H={model.query_heads} query heads, G={model.kv_heads} KV heads, D={model.head_size}, and without one every step copies "
+                f"the caches: {report.faults[0]}; all of it is in {ENGINES_FOLDER}/{failed_path.name}; run the bundle on onnxruntime, or "
+                "export a model with other heads"
+            )
         more = f" (and {len(report.faults) - 1} more)" if len(report.faults) > 1 else ""
         raise BuildError(
             f"{graph.path} for {graph.target} sm={sm}: the engine would copy or miss a cache: {report.faults[0]}{more}; "
             f"all of them are in {ENGINES_FOLDER}/{failed_path.name}; export again for target {graph.target!r}"
         )
-    _forget(folder, report)
-    _write(folder / engine_path, compiled.engine)
-    _write(folder / report_path, report.to_json().encode())
-    failed_path.unlink(missing_ok=True)
-    _record(folder, report, report_path)
+    contents: dict[str, bytes | memoryview] = {engine_path: compiled.engine, report_path: report.to_json().encode()}
+    # Hashed before the lock is taken, which other builds may be waiting for.
+    files = tuple(File(path, len(content), hashlib.sha256(content).hexdigest()) for path, content in contents.items())
+    with locked(folder):
+        _check_unchanged(folder, report)
+        _forget(folder, report)
+        for path, content in contents.items():
+            _write(folder / path, content)
+        failed_path.unlink(missing_ok=True)
+        _record(folder, report, files)
     return report
+
+
+def _check_unchanged(folder: Path, report: BuildReport) -> None:
+    found = Manifest.read(folder).file(report.graph_path).sha256
+    if found != report.graph_sha256:
+        raise BundleError(
+            f"{report.graph_path}: its sha256 was {report.graph_sha256[:12]}... when the build began and is {found[:12]}... now: the "
+            "bundle was exported again meanwhile; build again"
+        )
 
 
 def _check_files(folder: Path, manifest: Manifest, graph: Graph, checked: dict[str, str]) -> None:
@@ -181,7 +208,7 @@ def _bound_states(header: onnx.GraphProto, graph: Graph, states: tuple[StateTens
 
 
 def _forget(folder: Path, report: BuildReport) -> None:
-    """Take an older engine for the same role, target and sm out of the bundle.
+    """Take an older engine for the same role, target and sm out of the bundle. The caller holds the lock.
 
     First the manifest, then the files: a build that is killed half-way leaves a bundle without this engine, never one with a wrong hash.
     """
@@ -200,8 +227,8 @@ def _forget(folder: Path, report: BuildReport) -> None:
         (folder / path).unlink(missing_ok=True)
 
 
-def _record(folder: Path, report: BuildReport, report_path: str) -> None:
-    """Put a finished engine and its report into the manifest."""
+def _record(folder: Path, report: BuildReport, files: tuple[File, ...]) -> None:
+    """Put a finished engine and its report, in this order in `files`, into the manifest. The caller holds the lock."""
     manifest = Manifest.read(folder)
     engine = Engine(
         role=report.role,
@@ -211,9 +238,8 @@ def _record(folder: Path, report: BuildReport, report_path: str) -> None:
         builder_version=report.builder_version,
         graph_path=report.graph_path,
         graph_sha256=report.graph_sha256,
-        report=report_path,
+        report=files[1].path,
     )
-    files = tuple(File(path, (folder / path).stat().st_size, _sha256(folder / path)) for path in (engine.path, engine.report))
     manifest = dataclasses.replace(manifest, engines=(*manifest.engines, engine), files=(*manifest.files, *files))
     _write(folder / MANIFEST_NAME, manifest.to_json().encode())
 

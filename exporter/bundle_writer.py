@@ -32,10 +32,10 @@ def new_bundle(out: Path, overwrite: bool) -> Iterator[Path]:
     part = out.parent / f".{out.name}.{secrets.token_hex(4)}.part"
     part.mkdir()
     try:
-        with _locked(part):
+        with locked(part):
             yield part
             _sync(part)
-            with _locked(out.parent):
+            with locked(out.parent):
                 # Exporting takes minutes, in which something else may have come to stand there: another export's bundle, for one.
                 check_replaceable(out, overwrite)
                 _put_in_place(part, out)
@@ -112,7 +112,7 @@ def _clear_leftovers(out: Path) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Hold `folder` as this process's, waiting for whoever has it. The lock dies with the process; a process id would be used again."""
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -83,6 +83,12 @@ class PlanReport:
                 found.append(f"{where}: attention is not one fused kernel but {', '.join(plan.attention)}")
         return tuple(found)
 
+    def lacks_fused_kernel(self) -> bool:
+        """Whether a decode plan is faulty only because the builder took the attention apart: all caches are written in place."""
+        in_place = all(update.in_place for plan in self.layers for update in plan.updates)
+        apart = any(plan.attention and not plan.fused for plan in self.layers)
+        return self.tokens == 1 and apart and in_place and all(copy.kind == "operand" for plan in self.layers for copy in plan.copies)
+
     def warnings(self) -> tuple[str, ...]:
         """What costs time in a chunk of several tokens and could be avoided by another graph or another capacity."""
         if self.tokens == 1:

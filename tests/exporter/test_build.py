@@ -3,14 +3,21 @@
 import dataclasses
 import hashlib
 import json
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sinkring.exporter import build
 from sinkring.exporter.build import build_engine
+from sinkring.runtime.bundle import check_files
 from sinkring.runtime.errors import BuildError, BundleError, UnsupportedError
 from sinkring.runtime.manifest import MANIFEST_NAME, Manifest
 
+from tests.exporter import hand_bundle
 from tests.exporter.hand_bundle import CHUNK, WEIGHTS, ring_graph, write_bundle
 
 trt = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
@@ -99,6 +106,66 @@ def test_a_plan_that_copies_a_cache_leaves_a_report_and_no_engine(tmp_path: Path
     assert left.name in str(caught.value)
     assert json.loads(left.read_text())["faults"]
     assert (bundle / MANIFEST_NAME).read_bytes() == manifest_before
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_size"), [(5, 1, 10), (2, 1, 80), (2, 1, 256), (2, 2, 64)])
+def test_a_shape_without_a_fused_kernel_is_named(
+    heads: int, kv_heads: int, head_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in (("HEADS", heads), ("KV_HEADS", kv_heads), ("HEAD_SIZE", head_size)):
+        monkeypatch.setattr(hand_bundle, name, size)
+    monkeypatch.setattr(hand_bundle, "ring_states", partial(hand_bundle.ring_states, kv_heads=kv_heads))
+    bundle = write_bundle(tmp_path, {"decode": ring_graph(kv_heads=kv_heads)})
+    words = rf"has no fused attention kernel for H={heads} query heads, G={kv_heads} KV heads, D={head_size},.*run the bundle on"
+    with pytest.raises(BuildError, match=words) as caught:
+        build_engine(bundle)
+    assert "export again" not in str(caught.value)
+    assert Manifest.read(bundle).engines == ()
+
+
+def test_builds_side_by_side_all_stay_in_the_manifest(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads stand in for processes: each opens the lock for itself."""
+    read, sms, meeting = Manifest.read, (86, 89, 120), threading.Barrier(3)
+    compiled = build.compile_engine
+
+    def compile_and_meet(*arguments: Any) -> Any:
+        with building:
+            made = compiled(*arguments)
+        meeting.wait(60)
+        return made
+
+    def read_slowly(folder: Path) -> Manifest:
+        manifest = read(folder)
+        time.sleep(0.05)
+        return manifest
+
+    building = threading.Lock()
+    monkeypatch.setattr(build, "compile_engine", compile_and_meet)
+    monkeypatch.setattr(build.Manifest, "read", read_slowly)
+    with ThreadPoolExecutor(len(sms)) as pool:
+        list(pool.map(lambda sm: build_engine(bundle, sm=[sm]), sms))
+    manifest = read(bundle)
+    assert sorted((engine.sm, engine.role) for engine in manifest.engines) == [(sm, role) for sm in sms for role in ("decode", "prefill")]
+    check_files(bundle, manifest)
+
+
+@pytest.mark.parametrize("when", ["between two builds", "during one"])
+def test_a_graph_that_changes_after_the_first_check_is_refused(bundle: Path, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = build.compile_engine
+
+    def compile_and_change(*arguments: Any) -> Any:
+        made = compiled(*arguments)
+        if when == "between two builds":
+            (bundle / "prefill.onnx").write_bytes(b"changed")
+        else:
+            write_bundle(bundle, {"decode": ring_graph(layers=1)})
+        return made
+
+    monkeypatch.setattr(build, "compile_engine", compile_and_change)
+    match = r"prefill\.onnx: has sha256" if when == "between two builds" else r"decode\.onnx: its sha256 was .* exported again meanwhile"
+    with pytest.raises(BundleError, match=match):
+        build_engine(bundle)
+    assert [engine.role for engine in Manifest.read(bundle).engines] == (["decode"] if when == "between two builds" else [])
 
 
 def test_a_failed_report_goes_once_the_build_succeeds(tmp_path: Path) -> None:
