@@ -16,8 +16,8 @@ from onnx import TensorProto, external_data_helper, helper, numpy_helper
 from sinkring.exporter.conformance.findings import Check
 from sinkring.exporter.conformance.subject import Subject
 
-# Of a tensor's own root mean square: small enough that nothing saturates, far above rounding.
-PERTURBATION = 0.1
+# Of a tensor's own root mean square: as large as what it holds, so that its effect is far above rounding.
+PERTURBATION = 1.0
 # A slot's weight in the softmax may be a millionth: what it holds must change by enough to show through it.
 SLOT_PERTURBATION = 1000.0
 # Of each state, in the full suite: a run of the graph for each.
