@@ -43,6 +43,9 @@ class Stream:
         self._logits_stand = True
         self._open = True
 
+    def __repr__(self) -> str:
+        return f"Stream(row={self.row}, position={self.position}{'' if self._open else ', closed'})"
+
     @property
     def position(self) -> int:
         """Tokens in the stream so far: the position that the next token will have."""
@@ -307,6 +310,8 @@ class Stream:
             raise InputError(
                 f"{call}: got {type(ids).__name__} that is no list of ids ({error}); give token ids in one dimension"
             ) from None
+        if isinstance(ids, str | bytes):
+            raise InputError(f"feed: got {type(ids).__name__}, expected token ids; encode the text first, with TextCodec.encode")
         if array.ndim != 1 or not array.size:
             raise InputError(f"{call}: got ids of shape {array.shape}, expected at least one token id in one dimension")
         # numpy keeps integers beyond 64 bits as objects: those are refused below, as outside the vocabulary.

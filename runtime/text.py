@@ -47,7 +47,9 @@ class TextCodec:
         Raises InputError for a bundle without a tokenizer, BundleError for a missing or damaged file, DependencyError without `tokenizers`.
         """
         if tokenizer is None:
-            raise InputError(f"{bundle_path}: has no tokenizer, so it takes no text; pass token ids, or export a source that has one")
+            raise InputError(
+                f"{bundle_path}: has no tokenizer, so it takes no text; feed token ids from Python, or export a source that has one"
+            )
         try:
             import tokenizers
         except ImportError:
