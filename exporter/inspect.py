@@ -9,7 +9,7 @@ from pathlib import Path
 
 import onnx
 from sinkring.exporter.engine_summary import EngineSummary
-from sinkring.runtime.bundle import check_files
+from sinkring.runtime.bundle import check_consistent, check_files
 from sinkring.runtime.errors import BundleError
 from sinkring.runtime.manifest import DTYPE_BYTES, MANIFEST_NAME, Graph, Manifest, Ring, StateTensor
 
@@ -76,15 +76,14 @@ class Inspection:
 def inspect_bundle(bundle: str | Path) -> Inspection:
     """Read a bundle and hold its parts against one another.
 
-    Raises BundleError: a file that is missing or not what the manifest says, a ring whose bytes are not (S + M) * 2 * L * G * D * bytes
-    * B, a state that is not an input of a decode graph with the manifest's shape, a damaged report.
+    Raises BundleError: a manifest that contradicts itself or names a path outside the bundle, a file that is missing or not what the
+    manifest says, a ring whose bytes are not (S + M) * 2 * L * G * D * bytes * B, a state that is not an input of a decode graph with the
+    manifest's shape, a damaged report.
     """
     folder = Path(bundle)
     manifest = Manifest.read(folder)
+    check_consistent(folder, manifest)
     check_files(folder, manifest)
-    for state in manifest.states:
-        if state.dtype not in DTYPE_BYTES:
-            raise BundleError(f"{MANIFEST_NAME}: {state.name}: dtype {state.dtype!r} is not one of {', '.join(DTYPE_BYTES)}; export again")
     return Inspection(
         bundle=str(bundle),
         manifest=manifest,

@@ -1,10 +1,16 @@
 """Is a bundle what its manifest says?"""
 
 import hashlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from sinkring.runtime.errors import BundleError
 from sinkring.runtime.manifest import DTYPE_BYTES, MANIFEST_NAME, WEIGHTS_NAME, Manifest
+
+# What file systems take for one name, and well below what they take for a whole path.
+_LONGEST_NAME_BYTES, _LONGEST_PATH_BYTES = 255, 1024
+_LONGEST_SHOWN = 80
 
 
 def check_consistent(bundle: Path, manifest: Manifest) -> None:
@@ -17,6 +23,12 @@ def check_consistent(bundle: Path, manifest: Manifest) -> None:
     def fail(what: str, found: object, expected: object) -> BundleError:
         return BundleError(f"{where}: {what} is {found}, expected {expected}; the bundle is damaged, export again")
 
+    named = list(_named_paths(manifest))
+    for what, path in (*(("files", file.path) for file in manifest.files), *named):
+        if not _is_inside(path):
+            raise fail(f"{what}: path", repr(path[:_LONGEST_SHOWN]), "a path inside the bundle")
+    for _, path in named:
+        manifest.file(path)
     if manifest.batch < 1 or manifest.chunk < 1:
         raise fail("batch, chunk", (manifest.batch, manifest.chunk), "1 or more")
     for ring in manifest.rings:
@@ -39,15 +51,38 @@ def check_consistent(bundle: Path, manifest: Manifest) -> None:
                 raise fail(f"{state.name}: slots", state.shape[-2:-1], f"those of its ring, {geometry.capacity}")
             if (state.kind == "ring") != geometry.wraps:
                 raise fail(f"{state.name}: kind", repr(state.kind), f"that of its ring, whose geometry has wraps={geometry.wraps}")
-    tokenizer = manifest.tokenizer
-    named = [WEIGHTS_NAME, *(graph.path for graph in manifest.graphs)]
-    if tokenizer is not None:
-        named += [path for path in (tokenizer.tokenizer, tokenizer.chat_template) if path is not None]
-    for path in named:
-        manifest.file(path)
-    for file in manifest.files:
-        if Path(file.path).is_absolute() or ".." in Path(file.path).parts:
-            raise fail("files: path", repr(file.path), "a path inside the bundle")
+
+
+def _named_paths(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Every path that the manifest names, and where; each must be among its files."""
+    yield "weights", WEIGHTS_NAME
+    for graph in manifest.graphs:
+        yield "graphs", graph.path
+    for engine in manifest.engines:
+        yield "engines", engine.path
+        yield "engines: report", engine.report
+        yield "engines: graph", engine.graph_path
+    if manifest.tokenizer is not None:
+        yield "tokenizer", manifest.tokenizer.tokenizer
+        if manifest.tokenizer.chat_template is not None:
+            yield "tokenizer: chat_template", manifest.tokenizer.chat_template
+
+
+def _is_inside(path: str) -> bool:
+    """Whether a path, read from the bundle's folder, can be a file in it; by its letters alone."""
+    parts = Path(path).parts
+    try:
+        lengths = [len(os.fsencode(part)) for part in parts]
+    except UnicodeEncodeError:  # lone surrogates, which JSON can hold and no name can
+        return False
+    return (
+        bool(parts)
+        and not Path(path).is_absolute()
+        and ".." not in parts
+        and "\0" not in path
+        and max(lengths) <= _LONGEST_NAME_BYTES
+        and sum(lengths) <= _LONGEST_PATH_BYTES
+    )
 
 
 def check_files(bundle: Path, manifest: Manifest, hashes: bool = True) -> None:
@@ -56,6 +91,9 @@ def check_files(bundle: Path, manifest: Manifest, hashes: bool = True) -> None:
         path = bundle / file.path
         if not path.is_file():
             raise BundleError(f"{path}: is listed in the manifest but missing; export again")
+        # ONNX Runtime refuses such weights, in words of its own; and what a link leads to may change when no one thinks of the bundle.
+        if not path.resolve().is_relative_to(bundle.resolve()):
+            raise BundleError(f"{path}: is a link out of the bundle; copy the file into it, or export again")
         size = path.stat().st_size
         if size != file.bytes:
             raise BundleError(f"{path}: has {size} bytes, the manifest says {file.bytes}; the bundle is damaged, export again")

@@ -14,7 +14,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import TensorProto, external_data_helper, helper, numpy_helper
 from sinkring.exporter.conformance.findings import Check
-from sinkring.exporter.conformance.subject import Subject
+from sinkring.exporter.conformance.subject import Subject, largest_difference
 
 # Of a tensor's own root mean square: as large as what it holds, so that its effect is far above rounding.
 PERTURBATION = 1.0
@@ -22,6 +22,8 @@ PERTURBATION = 1.0
 SLOT_PERTURBATION = 1000.0
 # Of each state, in the full suite: a run of the graph for each.
 MOST_WINDOW_SLOTS = 16
+# Next tokens that must all leave the logits as they are before a weight or a slot counts as dead.
+ATTEMPTS = 4
 _PATTERN = np.random.default_rng(10).standard_normal(1021).astype(np.float32)
 
 
@@ -48,8 +50,7 @@ def check_everything(subject: Subject) -> Check:
     states = _states_at_full_ring(subject)
     for path in sorted({graph.path for graph in subject.manifest.graphs}):
         graph = _Graph(subject, path, states)
-        right = graph.logits({})
-        off = subject.off(right, subject.full_at + graph.tokens - 1)
+        off = subject.off(graph.logits({}, 0), subject.full_at + graph.tokens - 1)
         if not off <= subject.tolerance:
             faults.append(f"{path}: is {off:.2e} from the oracle before anything is changed")
         parts, slots = graph.parts(subject.full), graph.slots(subject.full)
@@ -61,7 +62,7 @@ def check_everything(subject: Subject) -> Check:
                 name, changed = f"{item.weight}[{item.start}:{item.stop}]", graph.changed_weight(item)
             else:
                 name, changed = f"slot {item[1]} of {item[0]}", graph.changed_slot(*item)
-            effect = float(np.abs(graph.logits(changed) - right).max())
+            effect = graph.effect(changed)
             if effect == 0:
                 dead.append(f"{path}: {name}")
             elif effect < smallest:
@@ -112,11 +113,23 @@ class _Graph:
         for tensor in self._weights.values():
             model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
         self._session = _session(model, subject)
+        self._right: dict[int, NDArray[np.float32]] = {}
 
-    def logits(self, changed: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
-        (out,) = self._session.run(["logits"], {**self._feeds, **changed})
+    def logits(self, changed: dict[str, NDArray[Any]], attempt: int) -> NDArray[np.float32]:
+        """float32 [V]. In the first attempt after the text's own tokens, in others after different ones."""
+        tokens = (self._feeds["tokens"] + attempt * 7) % self._subject.manifest.model.vocab_size
+        (out,) = self._session.run(["logits"], {**self._feeds, **changed, "tokens": tokens})
         found: NDArray[np.float32] = out[0, -1]
         return found
+
+    def effect(self, changed: dict[str, NDArray[Any]]) -> float:
+        """Largest |change| of a logit. One token may by chance look so little at itself that its own key and value vanish in rounding."""
+        for attempt in range(ATTEMPTS):
+            if attempt not in self._right:
+                self._right[attempt] = self.logits({}, attempt)
+            if effect := largest_difference(self.logits(changed, attempt), self._right[attempt]):
+                return effect
+        return 0.0
 
     def parts(self, every: bool) -> list[Part]:
         if every:

@@ -115,4 +115,5 @@ def _slope(block_ms: NDArray[np.float64]) -> str:
         return f"{median:.3g} ms a step"
     thousands = (np.arange(len(block_ms)) + 0.5) * BLOCK_STEPS / 1000
     (slope, _), covariance = np.polyfit(thousands, block_ms, 1, cov=True)
-    return f"{median:.3g} ms a step, slope {slope:+.2g} ± {float(np.sqrt(covariance[0, 0])):.2g} ms per 1,000 steps (with allocations traced; not judged)"
+    error = float(np.sqrt(covariance[0, 0]))
+    return f"{median:.3g} ms a step, slope {slope:+.2g} ± {error:.2g} ms per 1,000 steps (allocations traced; not judged)"

@@ -5,9 +5,10 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from sinkring.exporter import cli
@@ -135,10 +136,26 @@ def test_inspect_refuses_a_ring_whose_bytes_are_not_the_formula(speaking_bundle:
 
 def test_inspect_refuses_a_manifest_that_contradicts_its_graph(speaking_bundle: Path, tmp_path: Path) -> None:
     def swap_heads_and_slots(manifest: dict) -> None:
-        manifest["states"][0]["shape"] = [1, 4, 8, 16]
+        manifest["states"][0]["shape"] = [1, 1, 16, 32]
 
-    with pytest.raises(BundleError, match=r"cache\.0\.k: the graph has \(1, 2, 16, 16\), manifest.json says \(1, 4, 8, 16\)"):
+    with pytest.raises(BundleError, match=r"cache\.0\.k: the graph has \(1, 2, 16, 16\), manifest.json says \(1, 1, 16, 32\)"):
         inspect_bundle(altered(speaking_bundle, tmp_path, swap_heads_and_slots))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda manifest: manifest.update(chunk=10**6), "chunk is 1000000, expected at most"),
+        (lambda manifest: manifest["graphs"][0].update(path="../x"), "graphs: path is '../x', expected a path inside the bundle"),
+        (lambda manifest: manifest["states"][0].update(dtype="float31"), "cache.0.k: dtype is 'float31'"),
+    ],
+)
+def test_inspect_refuses_a_manifest_that_contradicts_itself(
+    change: Callable[[dict[str, Any]], object], words: str, speaking_bundle: Path, tmp_path: Path
+) -> None:
+    ended = invoke("inspect", altered(speaking_bundle, tmp_path, change))
+    assert (ended.status, ended.out) == (2, "")
+    assert words in ended.err
 
 
 def test_build_shows_the_plan_and_inspect_finds_it_again(speaking_bundle: Path, tmp_path: Path) -> None:

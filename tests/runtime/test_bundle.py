@@ -1,5 +1,7 @@
 """Damaged bundles: each is one line that names the file, both values, and what to do."""
 
+import copy
+import hashlib
 import json
 import re
 import shutil
@@ -10,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 from sinkring.runtime import open_bundle
+from sinkring.runtime.bundle import check_consistent
 from sinkring.runtime.errors import BundleError
+from sinkring.runtime.manifest import Manifest
 
 GRAPH = "decode.grouped.onnx"
 WEIGHTS = "weights.bin"
@@ -183,6 +187,72 @@ def test_a_manifest_that_disagrees_with_itself_or_the_graphs(
     message = refused(bundle, verify=verify)
     assert re.search(match, message), message
     assert str(bundle) in message or "export again" in message
+
+
+def names_in(field: str) -> Callable[[dict[str, Any], str], object]:
+    engine = {
+        "role": "decode",
+        "target": "t",
+        "sm": 1,
+        "path": "e",
+        "builder_version": "",
+        "graph_path": GRAPH,
+        "graph_sha256": "",
+        "report": "r",
+    }
+    tokenizer = {"tokenizer": WEIGHTS, "chat_template": None, "bos_id": None, "stop_ids": []}
+    changes: dict[str, Callable[[dict[str, Any], str], object]] = {
+        "files": lambda m, path: m["files"].append({"path": path, "bytes": 1, "sha256": ""}),
+        "graphs": lambda m, path: m["graphs"][0].update(path=path),
+        "engines": lambda m, path: m.update(engines=[{**engine, "path": path}]),
+        "engines: report": lambda m, path: m.update(engines=[{**engine, "report": path}]),
+        "engines: graph": lambda m, path: m.update(engines=[{**engine, "graph_path": path}]),
+        "tokenizer": lambda m, path: m.update(tokenizer={**tokenizer, "tokenizer": path}),
+        "tokenizer: chat_template": lambda m, path: m.update(tokenizer={**tokenizer, "chat_template": path}),
+    }
+    return changes[field]
+
+
+OUTSIDE = ["/etc/hostname", "../x", "a/../../x", "a\0b", "a" * 256, "ü" * 128, "a/" * 600 + "x", "", ".", "\ud800"]
+
+
+@pytest.mark.parametrize(
+    "field", ["files", "graphs", "engines", "engines: report", "engines: graph", "tokenizer", "tokenizer: chat_template"]
+)
+def test_every_path_is_inside_the_bundle(tiny_bundle: Path, field: str) -> None:
+    raw = json.loads((tiny_bundle / MANIFEST).read_text())
+    for path in OUTSIDE:
+        changed = copy.deepcopy(raw)
+        # The other names of a made-up engine come later in the order of the checks.
+        names_in(field)(changed, path)
+        with pytest.raises(BundleError) as raised:
+            check_consistent(tiny_bundle, Manifest.from_json(json.dumps(changed), MANIFEST))
+        assert f"{field}: path is {path[:80]!r}, expected a path inside the bundle" in str(raised.value)
+
+
+def test_paths_within_the_bundle_are_taken(bundle: Path) -> None:
+    name = "deep/er/" + "n" * 255
+    edit(bundle, lambda m: m["files"].append({"path": name, "bytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}))
+    (bundle / name).parent.mkdir(parents=True)
+    (bundle / name).touch()
+    open_bundle(bundle, threads=1).close()
+
+
+def test_an_engine_that_is_not_listed(bundle: Path) -> None:
+    edit(bundle, lambda m: names_in("engines")(m, "engines/x.engine"))
+    assert "engines/x.engine is named but not listed under files" in refused(bundle)
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, GRAPH])
+def test_a_link_out_of_the_bundle(bundle: Path, tmp_path: Path, name: str) -> None:
+    (bundle / name).rename(tmp_path / name)
+    (bundle / name).symlink_to(tmp_path / name)
+    assert f"{name}: is a link out of the bundle; copy the file into it" in refused(bundle)
+
+
+def test_a_bundle_behind_a_link(bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(bundle)
+    open_bundle(tmp_path / "link", threads=1).close()
 
 
 def swap_updated(manifest: dict[str, Any]) -> None:

@@ -218,7 +218,7 @@ def test_ids_and_texts_that_cannot_be(codecs: dict[str, TextCodec]) -> None:
 
 
 def test_bundles_whose_text_cannot_be_opened(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"has no tokenizer.*pass token ids"):
+    with pytest.raises(InputError, match=r"has no tokenizer.*token ids"):
         TextCodec.open(tmp_path, None)
     with pytest.raises(BundleError, match=r"tokenizer\.json: cannot be read"):
         TextCodec.open(tmp_path, Tokenizer("tokenizer.json", None, None, ()))
