@@ -72,7 +72,7 @@ def _is_inside(path: str) -> bool:
     """Whether a path, read from the bundle's folder, can be a file in it; by its letters alone."""
     parts = Path(path).parts
     try:
-        lengths = [len(os.fsencode(part)) for part in parts]
+        length, lengths = len(os.fsencode(path)), [len(os.fsencode(part)) for part in parts]
     except UnicodeEncodeError:  # lone surrogates, which JSON can hold and no name can
         return False
     return (
@@ -81,7 +81,7 @@ def _is_inside(path: str) -> bool:
         and ".." not in parts
         and "\0" not in path
         and max(lengths) <= _LONGEST_NAME_BYTES
-        and sum(lengths) <= _LONGEST_PATH_BYTES
+        and length <= _LONGEST_PATH_BYTES
     )
 
 

@@ -223,7 +223,6 @@ def test_every_path_is_inside_the_bundle(tiny_bundle: Path, field: str) -> None:
     raw = json.loads((tiny_bundle / MANIFEST).read_text())
     for path in OUTSIDE:
         changed = copy.deepcopy(raw)
-        # The other names of a made-up engine come later in the order of the checks.
         names_in(field)(changed, path)
         with pytest.raises(BundleError) as raised:
             check_consistent(tiny_bundle, Manifest.from_json(json.dumps(changed), MANIFEST))
