@@ -92,6 +92,9 @@ def test_a_model_that_is_not_there(missing: str, tmp_path: Path) -> None:
         ("--batch", 0, "batch=0: must be 1 or more"),
         ("--policy", "fast", "policy 'fast' is not known; use one of native, streaming"),
         ("--dtype", "fp7", "dtype 'fp7' is not supported; use one of fp32"),
+        ("--batch", 2**40, "bytes of memory; use a smaller batch or window"),
+        ("--out", "", "out='' is empty: give the path"),
+        ("--out", "x" * 5000, "a name of 5000 bytes"),
     ],
 )
 def test_export_options_that_make_no_sense(option: str, value: object, words: str, speaking_model: Path, tmp_path: Path) -> None:
