@@ -6,51 +6,36 @@ scale * (q_sink - q) . k_sink is added on the S sink columns.
 
 import numpy as np
 import onnx_ir as ir
-from sinkring.exporter.node import DOMAIN
 from sinkring.exporter.passes.insertion import Insertion
 from sinkring.exporter.passes.lowering import (
     Lowering,
+    LowerRingAttention,
     RingNode,
     finish,
     float_constant,
     fold_groups,
-    ring_nodes,
     sink_keys,
     turn_back,
     write_rings,
 )
 
 
-class LowerToFusedAttention(ir.passes.InPlacePass):
-    """Requires RingAttention nodes of opset 24 graphs; ensures that none is left and that each ring has exactly one reader."""
+class LowerToFusedAttention(LowerRingAttention):
+    """One TensorScatter for each ring and one Attention of opset 24 for each layer."""
 
     FORM = "fused"
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        shared = Lowering(model.graph)
-        rings = ring_nodes(model)
-        for ring in rings:
-            _lower(shared, ring)
-        model.opset_imports.pop(DOMAIN, None)
-        return ir.passes.PassResult(model, modified=bool(rings))
-
-    def ensures(self, model: ir.Model) -> None:
-        left = ring_nodes(model)
-        if left:
-            raise ir.passes.PostconditionError(f"{len(left)} RingAttention nodes are left")
-
-
-def _lower(shared: Lowering, ring: RingNode) -> None:
-    into = Insertion(shared.graph, ring.node)
-    query, scale = ring.input(0), ring.attributes.scale
-    if scale == 1.0:
-        # TensorRT copies the whole key cache at scale 1.0 and at no other.
-        query, scale = into.op("Mul", query, float_constant(into, "f32.two", 2.0)), 0.5
-    keys, values = write_rings(into, ring)
-    turned = ring.attributes.turns_sinks
-    mask = _biased_mask(into, shared, ring, keys) if turned else shared.mask(into, ring, additive=ring.tokens != 1)
-    attended = into.op("Attention", query, keys, values, mask, scale=scale)
-    finish(into, ring, attended, keys, values)
+    def lower(self, shared: Lowering, ring: RingNode) -> None:
+        into = Insertion(shared.graph, ring.node)
+        query, scale = ring.input(0), ring.attributes.scale
+        if scale == 1.0:
+            # TensorRT copies the whole key cache at scale 1.0 and at no other.
+            query, scale = into.op("Mul", query, float_constant(into, "f32.two", 2.0)), 0.5
+        keys, values = write_rings(into, ring)
+        turned = ring.attributes.turns_sinks
+        mask = _biased_mask(into, shared, ring, keys) if turned else shared.mask(into, ring, additive=ring.tokens != 1)
+        attended = into.op("Attention", query, keys, values, mask, scale=scale)
+        finish(into, ring, attended, keys, values)
 
 
 def _biased_mask(into: Insertion, shared: Lowering, ring: RingNode, keys: ir.Value) -> ir.Value:

@@ -1,6 +1,7 @@
 """What all lowerings of RingAttention share: reading the node, the ring writes, the mask (made once per graph), the sink scores."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -82,6 +83,32 @@ class Lowering:
             validity = write_validity(into, a, ring.input(5), ring.input(6), tokens)
             self.masks[key] = write_additive(into, validity) if additive else validity
         return self.masks[key]
+
+
+class LowerRingAttention(ir.passes.InPlacePass):
+    """What a lowering promises: requires RingAttention nodes of the contract (see RingNode.read), ensures that none is left.
+
+    FORM names the graphs that it makes.
+    """
+
+    FORM: ClassVar[str]
+
+    def lower(self, shared: Lowering, ring: RingNode) -> None:
+        """Put nodes of the default domain in the place of one RingAttention node."""
+        raise NotImplementedError
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        shared = Lowering(model.graph)
+        rings = ring_nodes(model)
+        for ring in rings:
+            self.lower(shared, ring)
+        model.opset_imports.pop(DOMAIN, None)
+        return ir.passes.PassResult(model, modified=bool(rings))
+
+    def ensures(self, model: ir.Model) -> None:
+        left = ring_nodes(model)
+        if left:
+            raise ir.passes.PostconditionError(f"{len(left)} RingAttention nodes are left")
 
 
 def write_rings(into: Insertion, ring: RingNode) -> tuple[ir.Value, ir.Value]:
