@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 
 import onnx
-from sinkring.exporter.bundle_writer import locked
+from sinkring.exporter.bundle_writer import locked, sha256_of
 from sinkring.exporter.engine_builder import Progress, ShapeRange, check_sm, compile_engine, load_tensorrt, present_sm
 from sinkring.exporter.plan import PlanReport, read_plan
 from sinkring.runtime.bundle import check_consistent
@@ -167,7 +167,7 @@ def _check_file(folder: Path, file: File, checked: dict[str, str]) -> None:
     path = folder / file.path
     if not path.is_file():
         raise BundleError(f"{file.path}: is in {MANIFEST_NAME} but not in the bundle; export again")
-    checked[file.path] = _sha256(path)
+    checked[file.path] = sha256_of(path)
     if checked[file.path] != file.sha256:
         raise BundleError(
             f"{file.path}: has sha256 {checked[file.path][:12]}... and {path.stat().st_size} bytes, {MANIFEST_NAME} says "
@@ -265,8 +265,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
