@@ -1,13 +1,16 @@
-"""What all lowerings of RingAttention share: reading the node, the ring writes, the mask (made once per graph), the sink scores."""
+"""What all lowerings of RingAttention share: reading the node, the ring writes, the masks (made once per graph), the sink scores."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import onnx_ir as ir
 from sinkring.exporter.node import DOMAIN, OP_TYPE, RingAttentionAttributes
 from sinkring.exporter.passes.insertion import Insertion, replace_value
-from sinkring.exporter.passes.ring_mask import write_additive, write_validity
+from sinkring.exporter.passes.ring_mask import Queries, write_additive, write_alibi, write_narrowed, write_queries, write_validity
+
+Made = TypeVar("Made")
 
 
 @dataclass
@@ -21,6 +24,8 @@ class RingNode:
     groups: int
     head_size: int
     tokens: int | None
+    float_type: ir.DataType
+    cache_type: ir.DataType
 
     @classmethod
     def read(cls, node: ir.Node) -> "RingNode":
@@ -33,16 +38,16 @@ class RingNode:
             scale=values["scale"],
             policy=values["policy"],
             interleaved=bool(values["interleaved"]),
+            softcap=values.get("softcap", 0.0),
+            alibi_slopes=tuple(values.get("alibi_slopes", ())),
         )
         query, ring = node.inputs[0], node.inputs[3]
         assert query is not None, "the contract has a query"
         assert ring is not None, "the contract has a key ring"
         if query.shape is None or ring.shape is None or ring.shape[2] != attributes.capacity:
             raise ir.passes.PreconditionError(f"{node.name}: ring shape {ring.shape} does not hold C={attributes.capacity} slots")
-        if attributes.policy == "streaming" and len(node.inputs) < 9:
-            raise ir.passes.PreconditionError(f"{node.name}: the streaming policy needs shift_cos and shift_sin")
         tokens = query.shape[2]
-        return cls(
+        read = cls(
             node=node,
             attributes=attributes,
             batch=int(ring.shape[0]),  # type: ignore[arg-type]
@@ -50,12 +55,35 @@ class RingNode:
             groups=int(ring.shape[1]),  # type: ignore[arg-type]
             head_size=int(query.shape[3]),  # type: ignore[arg-type]
             tokens=tokens if isinstance(tokens, int) else None,
+            float_type=query.dtype or ir.DataType.FLOAT,
+            cache_type=ring.dtype or ir.DataType.FLOAT,
         )
+        slopes = attributes.alibi_slopes
+        if slopes and len(slopes) != read.heads:
+            raise ir.passes.PreconditionError(
+                f"{node.name}: {len(slopes)} alibi_slopes for H={read.heads} query heads; there must be one each"
+            )
+        if read.has(7) != read.has(8) or (attributes.policy == "streaming" and attributes.sinks and not slopes and not read.has(7)):
+            raise ir.passes.PreconditionError(f"{node.name}: the streaming policy needs shift_cos and shift_sin, or alibi_slopes")
+        return read
+
+    def has(self, index: int) -> bool:
+        """Whether an optional input is there."""
+        return index < len(self.node.inputs) and self.node.inputs[index] is not None
 
     def input(self, index: int) -> ir.Value:
         value = self.node.inputs[index]
         assert value is not None
         return value
+
+    @property
+    def turns_sinks(self) -> bool:
+        """Whether sinks are met by a query of their own; without sinks the two policies are one."""
+        return self.attributes.policy == "streaming" and self.attributes.sinks > 0 and self.has(7)
+
+    @property
+    def has_sink_logits(self) -> bool:
+        return self.has(9)
 
 
 def ring_nodes(model: ir.Model) -> list[RingNode]:
@@ -64,25 +92,44 @@ def ring_nodes(model: ir.Model) -> list[RingNode]:
 
 @dataclass
 class Lowering:
-    """Carries what is computed once and used by every layer: the masks per geometry."""
+    """Carries what is computed once and used by every layer: masks, by geometry and by the values that say where the queries are."""
 
     graph: ir.Graph
-    masks: dict[tuple[int, int, int, bool], ir.Value] = field(default_factory=dict)
+    _made: dict[Hashable, Any] = field(default_factory=dict)
 
-    def mask(self, into: Insertion, ring: RingNode, additive: bool) -> ir.Value:
-        """[B,1,T,C], bool or additive."""
+    def validity(self, into: Insertion, ring: RingNode) -> ir.Value:
+        """bool [B,1,T,C]."""
+        return self._once("validity", ring, lambda: write_validity(into, ring.attributes, self._queries(into, ring)))
+
+    def additive(self, into: Insertion, ring: RingNode) -> ir.Value:
+        """float32 [B,1,T,C], or [B,H,T,C] for a node with ALiBi slopes, which are in it."""
         a = ring.attributes
-        key = (a.sinks, a.window, a.slots, additive)
-        if key not in self.masks:
-            tokens: ir.Value | int
-            if ring.tokens is None:
-                shape = into.op("Shape", ring.input(0), start=2, end=3)
-                tokens = into.op("Squeeze", shape)
-            else:
-                tokens = ring.tokens
-            validity = write_validity(into, a, ring.input(5), ring.input(6), tokens)
-            self.masks[key] = write_additive(into, validity) if additive else validity
-        return self.masks[key]
+        plain = self._once("additive", ring, lambda: write_additive(into, self.validity(into, ring)))
+        if not a.alibi_slopes:
+            return plain
+        key = ("alibi", a.policy, a.alibi_slopes)
+        return self._once(key, ring, lambda: write_alibi(into, a, self._queries(into, ring), plain))
+
+    def narrowed(self, into: Insertion, ring: RingNode) -> ir.Value:
+        """`additive` in the type of the caches."""
+        a = ring.attributes
+        key = ("narrowed", ring.cache_type, a.policy, a.alibi_slopes)
+        return self._once(key, ring, lambda: write_narrowed(into, self.additive(into, ring), ring.cache_type))
+
+    def _queries(self, into: Insertion, ring: RingNode) -> Queries:
+        def write() -> Queries:
+            tokens = into.op("Squeeze", into.op("Shape", ring.input(0), start=2, end=3)) if ring.tokens is None else ring.tokens
+            return write_queries(into, ring.attributes, ring.input(5), ring.input(6), tokens)
+
+        return self._once("queries", ring, write)
+
+    def _once(self, what: Hashable, ring: RingNode, write: Callable[[], Made]) -> Made:
+        a = ring.attributes
+        key = (what, a.sinks, a.window, a.slots, ring.input(5), ring.input(6))
+        if key not in self._made:
+            self._made[key] = write()
+        made: Made = self._made[key]
+        return made
 
 
 class LowerRingAttention(ir.passes.InPlacePass):
@@ -115,10 +162,19 @@ def write_rings(into: Insertion, ring: RingNode) -> tuple[ir.Value, ir.Value]:
     """Store the new rows: the updated key and value rings. The scatter must stay the only reader of the old ring."""
     updated = []
     for new, old in ((1, 3), (2, 4)):
-        value = into.op("TensorScatter", ring.input(old), ring.input(new), ring.input(6), axis=-2, mode="linear")
+        rows = to_cache_type(into, ring, ring.input(new))
+        value = into.op("TensorScatter", ring.input(old), rows, ring.input(6), axis=-2, mode="linear")
         value.shape, value.type = ring.input(old).shape, ring.input(old).type
         updated.append(value)
     return updated[0], updated[1]
+
+
+def to_cache_type(into: Insertion, ring: RingNode, value: ir.Value) -> ir.Value:
+    return value if ring.cache_type == ring.float_type else into.op("Cast", value, to=ring.cache_type)
+
+
+def from_cache_type(into: Insertion, ring: RingNode, value: ir.Value) -> ir.Value:
+    return value if ring.cache_type == ring.float_type else into.op("Cast", value, to=ring.float_type)
 
 
 def turn_back(into: Insertion, ring: RingNode, query: ir.Value) -> ir.Value:
@@ -133,9 +189,9 @@ def rotary_dim(ring: RingNode) -> dict[str, int]:
 
 
 def sink_keys(into: Insertion, ring: RingNode, keys: ir.Value) -> ir.Value:
-    """[B,G,D,S]: the sinks' keys out of the updated ring, as the right side of a product."""
+    """f [B,G,D,S]: the sinks' keys out of the updated ring, as the right side of a product."""
     sinks = into.op("Slice", keys, into.ints(0), into.ints(ring.attributes.sinks), into.ints(2))
-    return into.op("Transpose", sinks, perm=[0, 1, 3, 2])
+    return into.op("Transpose", from_cache_type(into, ring, sinks), perm=[0, 1, 3, 2])
 
 
 def fold_groups(into: Insertion, ring: RingNode, value: ir.Value) -> ir.Value:

@@ -1,10 +1,13 @@
-"""Which slots a query may attend to, as graph nodes: the only place that writes a mask.
+"""Which slots a query may attend to, and how far back they are, as graph nodes: the only place that writes a mask.
 
 For the query at position q, stored in slot w:   age(j) = (w - j) mod M
     valid(j) = j <= q                            if j < S
                age(j) < W and age(j) <= q - S    otherwise
 Ages past q - S are slots that the stream has not reached yet; while q < S no ring slot is valid, whatever its age comes out as.
 """
+
+import hashlib
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -13,15 +16,23 @@ from sinkring.exporter.passes.insertion import Insertion
 
 # Finite, so that adding a score cannot make a NaN; exp of it is exactly 0 next to any real score.
 MASKED = -1e30
+# The same for masks narrower than float32: half of float16's range, so that a score of the other half added to it stays finite.
+MASKED_NARROW = -3e4
 NEVER = np.iinfo(np.int64).max  # a position no stream reaches
 
 
-def write_validity(
+@dataclass(frozen=True)
+class Queries:
+    """Where the queries of one call are: position int64 [B,1,T,1], and the age of each slot as they see it, int64 [B,1,T,C]."""
+
+    position: ir.Value
+    age: ir.Value
+
+
+def write_queries(
     into: Insertion, a: RingAttentionAttributes, position: ir.Value, write_index: ir.Value, tokens: ir.Value | int
-) -> ir.Value:
-    """bool [B,1,T,C]: may token t of row b attend to slot j. `tokens` is T, a number or an int64 scalar value."""
-    slots = np.arange(a.capacity, dtype=np.int64)
-    key = f"ring{a.sinks}.{a.window}.{a.slots}"
+) -> Queries:
+    """`tokens` is T, a number or an int64 scalar value."""
     axes = into.ints(1, 2, 3)
 
     def per_query(first: ir.Value) -> ir.Value:  # [B] -> [B,1,T,1]: the first token's number, counted up along the chunk
@@ -34,24 +45,59 @@ def write_validity(
         return into.op("Add", column, into.op("Unsqueeze", offsets, into.ints(0, 1, 3)))
 
     q, w = per_query(position), per_query(write_index)
+    slots = np.arange(a.capacity, dtype=np.int64)
     # (M - j) is baked in so that the operand of Mod is not negative wherever its result counts.
     age = into.op(
         "Mod",
-        into.op("Add", w, into.constant(f"{key}.slots_minus_j", (a.slots - slots)[None, None, None])),
-        into.constant(f"{key}.slots", np.array(a.slots, np.int64)),
+        into.op("Add", w, into.constant(f"{_key(a)}.slots_minus_j", (a.slots - slots)[None, None, None])),
+        into.constant(f"{_key(a)}.slots", np.array(a.slots, np.int64)),
     )
+    return Queries(q, age)
+
+
+def write_validity(into: Insertion, a: RingAttentionAttributes, queries: Queries) -> ir.Value:
+    """bool [B,1,T,C]: may token t of row b attend to slot j."""
+    slots, key = np.arange(a.capacity, dtype=np.int64), _key(a)
     # Both limits are per slot, so that no Where over booleans is needed (ONNX Runtime has none): a sink has no window, the ring no sink.
     window = np.where(slots < a.sinks, 0, a.window)[None, None, None]
-    in_window = into.op("Less", age, into.constant(f"{key}.window", window))
+    in_window = into.op("Less", queries.age, into.constant(f"{key}.window", window))
     if not a.sinks:
-        return into.op("And", in_window, into.op("LessOrEqual", age, q))
-    reached = into.op("LessOrEqual", age, into.op("Sub", q, into.constant(f"{key}.sinks", np.array(a.sinks, np.int64))))
+        return into.op("And", in_window, into.op("LessOrEqual", queries.age, queries.position))
+    sinks = into.constant(f"{key}.sinks", np.array(a.sinks, np.int64))
+    reached = into.op("LessOrEqual", queries.age, into.op("Sub", queries.position, sinks))
     sink_from = np.where(slots < a.sinks, slots, NEVER)[None, None, None]
-    sink = into.op("LessOrEqual", into.constant(f"{key}.sink_from", sink_from), q)
+    sink = into.op("LessOrEqual", into.constant(f"{key}.sink_from", sink_from), queries.position)
     return into.op("Or", sink, into.op("And", in_window, reached))
 
 
 def write_additive(into: Insertion, validity: ir.Value) -> ir.Value:
-    """float [B,1,T,C] to add to scores: 0 where valid, MASKED elsewhere."""
+    """float32 [B,1,T,C] to add to scores: 0 where valid, MASKED elsewhere."""
     zero, masked = into.constant("mask.zero", np.array(0, np.float32)), into.constant("mask.masked", np.array(MASKED, np.float32))
     return into.op("Where", validity, zero, masked)
+
+
+def write_alibi(into: Insertion, a: RingAttentionAttributes, queries: Queries, additive: ir.Value) -> ir.Value:
+    """float32 [B,H,T,C]: the additive mask [B,1,T,C] less slope * distance. Distances are int64 until they are differences of positions."""
+    distance = queries.age
+    if a.sinks:
+        nearest = queries.position
+        if a.policy == "streaming":
+            nearest = into.op("Min", nearest, into.constant(f"{_key(a)}.clamp", np.array(a.sinks + a.window - 1, np.int64)))
+        slots = np.arange(a.capacity, dtype=np.int64)[None, None, None]
+        to_sink = into.op("Sub", nearest, into.constant(f"{_key(a)}.j", slots))
+        distance = into.op("Where", into.constant(f"{_key(a)}.is_sink", slots < a.sinks), to_sink, distance)
+    steps = -np.array(a.alibi_slopes, np.float32)[None, :, None, None]
+    name = f"alibi.{hashlib.sha256(steps.tobytes()).hexdigest()[:12]}"
+    bias = into.op("Mul", into.op("Cast", distance, to=ir.DataType.FLOAT), into.constant(name, steps))
+    return into.op("Add", bias, additive)
+
+
+def write_narrowed(into: Insertion, additive: ir.Value, dtype: ir.DataType) -> ir.Value:
+    """An additive mask in another float type, its masked slots at a value that this type and a score added to it can hold."""
+    if dtype == ir.DataType.FLOAT:
+        return additive
+    return into.op("Cast", into.op("Max", additive, into.constant("mask.narrow", np.array(MASKED_NARROW, np.float32))), to=dtype)
+
+
+def _key(a: RingAttentionAttributes) -> str:
+    return f"ring{a.sinks}.{a.window}.{a.slots}"

@@ -17,7 +17,9 @@ from sinkring.runtime.ring import RingGeometry
 HEAD_SIZE = 8
 # What a slot that nobody may read holds. The key is huge or, so that its score cannot come out as a huge negative one, zero.
 POISON_KEY, POISON_VALUE = 1e9, 1e30
-NODE_INPUTS = ("query", "key", "value", "key_ring", "value_ring", "position", "write_index", "shift_cos", "shift_sin")
+# The same for float16 caches: a key whose score, masked, float16 can hold, and the largest finite value.
+NARROW_POISON_KEY, NARROW_POISON_VALUE = 1e3, 6e4
+NODE_INPUTS = ("query", "key", "value", "key_ring", "value_ring", "position", "write_index", "shift_cos", "shift_sin", "sink_logits")
 OUTPUTS = ("attended", "key_ring.updated", "value_ring.updated")
 
 
@@ -36,6 +38,10 @@ class RingCase:
     interleaved: bool = False
     scale: float = 0.35
     rotary: int = HEAD_SIZE
+    softcap: float = 0.0
+    sink_logits: bool = False
+    slopes: tuple[float, ...] = ()
+    cache_dtype: str = "float32"
 
     @property
     def geometry(self) -> RingGeometry:
@@ -43,11 +49,18 @@ class RingCase:
 
     @property
     def attributes(self) -> RingAttentionAttributes:
-        return RingAttentionAttributes(self.sinks, self.window, self.geometry.slots, self.scale, self.policy, self.interleaved)
+        positions = (self.policy, self.interleaved, self.softcap, self.slopes)
+        return RingAttentionAttributes(self.sinks, self.window, self.geometry.slots, self.scale, *positions)
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        return NODE_INPUTS if self.policy == "streaming" else NODE_INPUTS[:7]
+        """Inputs that the node has; without a rotation there is none to turn back."""
+        shift = NODE_INPUTS[7:9] if self.policy == "streaming" and self.rotary else ()
+        return (*NODE_INPUTS[:7], *shift, *(NODE_INPUTS[9:] if self.sink_logits else ()))
+
+    @property
+    def poison(self) -> tuple[float, float]:
+        return (POISON_KEY, POISON_VALUE) if self.cache_dtype == "float32" else (NARROW_POISON_KEY, NARROW_POISON_VALUE)
 
     def starts(self, tokens: int) -> list[int]:
         """Positions at which a chunk of `tokens` fits in front of the ring's end: in the sinks, around two wraps, and at 2**40."""
@@ -76,10 +89,11 @@ def ring_model(case: RingCase) -> ir.Model:
         "write_index": (b,),
         "shift_cos": (b, tokens, case.rotary // 2),
         "shift_sin": (b, tokens, case.rotary // 2),
+        "sink_logits": (h,),
     }
-    inputs = [_value(name, shapes[name]) for name in case.input_names]
-    outputs = [_value(name, shapes[like]) for name, like in zip(OUTPUTS, ("query", "key_ring", "value_ring"), strict=True)]
-    attributes: dict[str, int | float | str] = {
+    inputs = {name: _value(name, shapes[name], case) for name in case.input_names}
+    outputs = [_value(name, shapes[like], case) for name, like in zip(OUTPUTS, ("query", "key_ring", "value_ring"), strict=True)]
+    attributes: dict[str, int | float | str | tuple[float, ...]] = {
         "sinks": case.sinks,
         "window": case.window,
         "slots": case.geometry.slots,
@@ -87,8 +101,21 @@ def ring_model(case: RingCase) -> ir.Model:
         "interleaved": int(case.interleaved),
         "policy": case.policy,
     }
-    node = ir.Node(DOMAIN, OP_TYPE, inputs, ir.convenience.convert_attributes(attributes), outputs=outputs, name="attention")
-    graph = ir.Graph(inputs, outputs, nodes=[node], opset_imports={"": 24, DOMAIN: 1}, name="one_node")
+    # As a front end does: what is absent is not written, and an absent input is only written in front of one that is there.
+    if case.softcap:
+        attributes["softcap"] = case.softcap
+    if case.slopes:
+        attributes["alibi_slopes"] = case.slopes
+    last = max(NODE_INPUTS.index(name) for name in inputs)
+    node = ir.Node(
+        DOMAIN,
+        OP_TYPE,
+        [inputs.get(name) for name in NODE_INPUTS[: last + 1]],
+        ir.convenience.convert_attributes(attributes),
+        outputs=outputs,
+        name="attention",
+    )
+    graph = ir.Graph(list(inputs.values()), outputs, nodes=[node], opset_imports={"": 24, DOMAIN: 1}, name="one_node")
     return ir.Model(graph, ir_version=10)
 
 
@@ -118,13 +145,19 @@ class Call:
 
 def make_call(case: RingCase, starts: list[int], tokens: int, seed: int = 0) -> Call:
     """A call in which row b of the batch feeds `tokens` tokens from position starts[b] on."""
-    rows = [_row(case, start, tokens, np.random.default_rng([seed, row])) for row, start in enumerate(starts)]
+    rows = [_row(case, start, tokens, np.random.default_rng([seed, row]), _sink_logits(case, seed)) for row, start in enumerate(starts)]
     stacked = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    # Of the size of the scores, so that its share is neither all nor nothing.
+    stacked["sink_logits"] = _sink_logits(case, seed)
     expected = {name: stacked.pop(f"expected.{name}") for name in ("attended", "key_ring", "value_ring")}
     return Call({name: stacked[name] for name in case.input_names}, **expected)
 
 
-def _row(case: RingCase, start: int, tokens: int, random: np.random.Generator) -> dict[str, np.ndarray]:
+def _sink_logits(case: RingCase, seed: int) -> np.ndarray:
+    return (np.random.default_rng([seed, 99]).normal(size=case.heads) * 3 + 3).astype(np.float32)
+
+
+def _row(case: RingCase, start: int, tokens: int, random: np.random.Generator, sink_logits: np.ndarray) -> dict[str, np.ndarray]:
     ring, groups, heads = case.geometry, case.groups, case.heads
     queries = range(start, start + tokens)
     seen = sorted({token for query in queries for token in ring.attended(query)})
@@ -134,8 +167,9 @@ def _row(case: RingCase, start: int, tokens: int, random: np.random.Generator) -
     value = {token: random.normal(size=(groups, HEAD_SIZE)) for token in seen}
 
     huge = (random.random(groups) < 0.5) & (np.arange(groups) != groups - 1) if groups > 1 else random.random(1) < 0.5
-    key_ring = (random.choice([-POISON_KEY, POISON_KEY], (groups, ring.capacity, HEAD_SIZE)) * huge[:, None, None]).astype(np.float32)
-    value_ring = np.full_like(key_ring, POISON_VALUE)
+    poison_key, poison_value = case.poison
+    key_ring = (random.choice([-poison_key, poison_key], (groups, ring.capacity, HEAD_SIZE)) * huge[:, None, None]).astype(case.cache_dtype)
+    value_ring = np.full_like(key_ring, poison_value)
     for token in seen:
         if token < start:
             key_ring[:, ring.slot(token)] = turn(case, key[token], token)
@@ -159,13 +193,15 @@ def _row(case: RingCase, start: int, tokens: int, random: np.random.Generator) -
         "write_index": np.array(ring.slot(start)),
         "shift_cos": shift[:, 0].astype(np.float32),
         "shift_sin": shift[:, 1].astype(np.float32),
-        "expected.attended": np.stack([_attend(case, query[token], token, key, value) for token in queries], axis=1),
+        "expected.attended": np.stack([_attend(case, query[token], token, key, value, sink_logits) for token in queries], axis=1),
         "expected.key_ring": updated_keys,
         "expected.value_ring": updated_values,
     }
 
 
-def _attend(case: RingCase, query: np.ndarray, position: int, key: dict[int, np.ndarray], value: dict[int, np.ndarray]) -> np.ndarray:
+def _attend(
+    case: RingCase, query: np.ndarray, position: int, key: dict[int, np.ndarray], value: dict[int, np.ndarray], sink_logits: np.ndarray
+) -> np.ndarray:
     """Plain attention [H,D] of one query to A(position); streaming counts positions in the cache, as StreamingLLM does."""
     tokens = case.geometry.attended(position)
     places = list(range(len(tokens))) if case.policy == "streaming" else tokens
@@ -175,8 +211,14 @@ def _attend(case: RingCase, query: np.ndarray, position: int, key: dict[int, np.
         group = head // (case.heads // case.groups)
         keys = np.stack([turn(case, key[token], place)[group] for token, place in zip(tokens, places, strict=True)])
         scores = keys @ turned_query[head] * case.scale
-        weights = np.exp(scores - scores.max())
-        out.append(weights / weights.sum() @ np.stack([value[token][group] for token in tokens]))
+        if case.softcap:
+            scores = np.tanh(scores / case.softcap) * case.softcap
+        if case.slopes:
+            scores = scores + case.slopes[head] * np.array([place - places[-1] for place in places], float)
+        top = scores.max()
+        weights = np.exp(scores - top)
+        total = weights.sum() + (np.exp(float(sink_logits[head]) - top) if case.sink_logits else 0.0)
+        out.append(weights / total @ np.stack([value[token][group] for token in tokens]))
     return np.stack(out)
 
 
@@ -203,6 +245,8 @@ def cos_sin(radians: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
     return np.cos(radians), np.sin(radians)
 
 
-def _value(name: str, shape: tuple[int | str, ...]) -> ir.Value:
+def _value(name: str, shape: tuple[int | str, ...], case: RingCase) -> ir.Value:
     kind = ir.DataType.INT64 if name in ("position", "write_index") else ir.DataType.FLOAT
+    if "ring" in name:
+        kind = ir.DataType[case.cache_dtype.upper().removesuffix("32")]
     return ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(kind))

@@ -19,9 +19,10 @@ class _RingAttention(OpRun):
     op_domain = DOMAIN
 
     def _run(  # type: ignore[no-untyped-def]  # the evaluator passes attributes by their names
-        self, *inputs, sinks=None, window=None, slots=None, scale=None, interleaved=None, policy=None
+        self, *inputs, sinks=None, window=None, slots=None, scale=None, interleaved=None, policy=None, softcap=None, alibi_slopes=None
     ):
-        return ring_attention(RingAttentionAttributes(sinks, window, slots, scale, policy, bool(interleaved)), *inputs)
+        kinds = (policy, bool(interleaved), softcap or 0.0, tuple(() if alibi_slopes is None else alibi_slopes))
+        return ring_attention(RingAttentionAttributes(sinks, window, slots, scale, *kinds), *inputs)
 
 
 _RingAttention.__name__ = OP_TYPE

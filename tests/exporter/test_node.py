@@ -1,6 +1,8 @@
 """The node's reference in numpy against plain attention over RingGeometry.attended."""
 
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +25,39 @@ def test_reference_is_plain_attention_over_the_attended_tokens(sinks: int, windo
             call = make_call(case, [start, starts[index - 1]][:batch], tokens)
             error = call.error(list(ring_attention(case.attributes, **call.inputs)))
             assert error <= TOLERANCE, f"{case} from {start}: {error:.2g}"
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "softcap": {"softcap": 4.0},
+    "sink logits": {"sink_logits": True},
+    "ALiBi": {"rotary": 0, "slopes": (0.5, 0.25, 0.7, 0.05)},
+    "all": {"rotary": 4, "interleaved": True, "softcap": 4.0, "sink_logits": True, "slopes": (0.5, 0.25, 0.7, 0.05)},
+}
+
+
+@pytest.mark.parametrize("policy", ["native", "streaming"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("sinks", "tokens"), [(0, 1), (3, 1), (3, 5)])
+def test_reference_of_each_kind_is_plain_attention(kind: str, policy: str, sinks: int, tokens: int) -> None:
+    case = RingCase(sinks, 4, 4, tokens, 2, policy=policy, **KINDS[kind])
+    plain = replace(case.attributes, softcap=0.0, alibi_slopes=(0.0,) * len(case.slopes))
+    starts = case.starts(tokens)
+    for index, start in enumerate(starts):
+        call = make_call(case, [start, starts[index - 1]], tokens)
+        inputs = {name: array for name, array in call.inputs.items() if name != "sink_logits"}
+        assert call.error(list(ring_attention(case.attributes, **call.inputs))) <= TOLERANCE
+        # The control; a query that sees only itself has the same result with any score.
+        alone = max(len(case.geometry.attended(token)) for token in (start, starts[index - 1])) == 1 and not case.sink_logits
+        assert alone or call.error(list(ring_attention(plain, **inputs))) > 100 * TOLERANCE
+
+
+def test_reference_reads_what_caches_of_another_type_hold() -> None:
+    case = RingCase(3, 4, 4, 5, 2, policy="streaming", cache_dtype="float16")
+    call = make_call(case, case.starts(5)[-2:], 5)
+    attended, keys, values = ring_attention(case.attributes, **call.inputs)
+    assert (attended.dtype, keys.dtype, values.dtype) == (np.float32, np.float16, np.float16)
+    # float16 keys are wrong by 2**-12 of themselves: of a score of 30 that is 0.007, and so is a weight's error.
+    assert TOLERANCE < call.error([attended, keys, values]) <= 3e-2
 
 
 @pytest.mark.parametrize(("sinks", "window", "slack"), list(product([0, 1, 2, 5], [1, 3, 4], [0, 1, 3])))

@@ -3,46 +3,15 @@
 from itertools import count, product
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import pytest
 from sinkring.exporter.lower import lower_for
-from sinkring.exporter.node import DOMAIN, ring_attention
-from sinkring.exporter.passes.lower_fused import LowerToFusedAttention
-from sinkring.exporter.passes.lower_grouped import LowerToGroupedAttention
+from sinkring.exporter.node import DOMAIN
 from sinkring.exporter.targets import TARGETS
 
 from tests.exporter.data import make_graphs
+from tests.exporter.lowered_ring import FORMS, TOLERANCE, check, every_form, every_policy, lowered
 from tests.exporter.ring_case import POISON_KEY, POISON_VALUE, Call, RingCase, make_call, ring_model, session
-
-FORMS = {"fused": LowerToFusedAttention, "grouped": LowerToGroupedAttention}
-# Scores reach 100 at scale 1.0, where float32 resolves 1e-5: through the exponential that share of a weight, over values of up to 4.
-TOLERANCE = 2e-4
-
-every_form = pytest.mark.parametrize("form", sorted(FORMS))
-every_policy = pytest.mark.parametrize("policy", ["native", "streaming"])
-
-
-def lowered(form: str, case: RingCase) -> ir.Model:
-    model = ring_model(case)
-    FORMS[form]()(model)
-    onnx.checker.check_model(ir.to_proto(model), full_check=True)
-    return model
-
-
-def check(form: str, case: RingCase, lengths: list[int]) -> None:
-    """Run one graph from every start, each row of the batch from another one."""
-    graph = session(lowered(form, case))
-    for tokens in lengths:
-        starts = case.starts(tokens)
-        for index in range(len(starts)):
-            rows = [starts[(index + 3 * row) % len(starts)] for row in range(case.batch)]
-            call = make_call(case, rows, tokens, seed=index)
-            outputs = graph.run(None, call.inputs)
-            reference = ring_attention(case.attributes, **call.inputs)[0]
-            for name, error in (("plain attention", call.error(outputs)), ("the reference", np.abs(outputs[0] - reference).max())):
-                assert error <= TOLERANCE, f"{form} of {case} from {rows}, T={tokens}: {error:.2g} off {name}, allowed {TOLERANCE:.2g}"
-
 
 # (heads, groups, interleaved, scale): every pair of values occurs, and each case below takes the next one.
 VARIANTS = [
