@@ -13,21 +13,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import onnx
 from sinkring.exporter.bundle_writer import locked, sha256_of
-from sinkring.exporter.engine_builder import Progress, ShapeRange, check_sm, compile_engine, load_tensorrt, present_sm
+from sinkring.exporter.engine_builder import Progress, ShapeRange, check_sm, compile_engine, load_builder, present_sm
 from sinkring.exporter.plan import PlanReport, read_plan
 from sinkring.runtime.bundle import check_consistent
 from sinkring.runtime.errors import BuildError, BundleError, UnsupportedError
-from sinkring.runtime.manifest import MANIFEST_NAME, Engine, File, Graph, Manifest, Role, StateTensor
+from sinkring.runtime.manifest import CONTRACT_KEY, MANIFEST_NAME, Engine, File, Graph, Manifest, Role, StateTensor
 
 ENGINES_FOLDER = "engines"
 
 
 @dataclass(frozen=True)
 class BuildReport:
-    """One engine: what it was built from, with what, and its plan. `dtype` is that of the bundle, `build_s` wall time in seconds."""
+    """One engine: what it was built from, with what, and its plan. `dtype` is that of the bundle, `build_s` wall time in seconds.
+
+    contract: what the graph says it was made for, for the runtime to hold against the manifest, as an engine itself does not say it.
+    """
 
     role: Role
     target: str
@@ -39,6 +43,7 @@ class BuildReport:
     build_s: float
     graph_path: str
     graph_sha256: str
+    contract: dict[str, Any]
     profiles: dict[str, ShapeRange]
     plan: PlanReport
     faults: tuple[str, ...]
@@ -65,7 +70,7 @@ def build_engine(
     target), BuildError (graph refused, or a plan that copies a cache; see PlanReport.faults).
     """
     folder = Path(bundle)
-    trt = load_tensorrt(target)
+    trt = load_builder(target)
     manifest = Manifest.read(folder)
     check_consistent(folder, manifest)
     graphs = [graph for graph in manifest.graphs if graph.target == target] or [manifest.graph("decode", target)]
@@ -84,7 +89,9 @@ def _build_one(folder: Path, trt: ModuleType, graph: Graph, sm: int, progress: P
     manifest = Manifest.read(folder)
     # Again for each: a build takes minutes, in which the bundle may have been exported anew.
     _check_file(folder, manifest.file(graph.path), {})
-    header = onnx.load(folder / graph.path, load_external_data=False).graph
+    proto = onnx.load(folder / graph.path, load_external_data=False)
+    header = proto.graph
+    contract: dict[str, Any] = next((json.loads(entry.value) for entry in proto.metadata_props if entry.key == CONTRACT_KEY), {})
     profiles = _profiles(header, graph)
     states = _bound_states(header, graph, manifest.states)
     stem = f"{graph.target}-{trt.__version__}-sm{sm}-{graph.role}"
@@ -108,6 +115,7 @@ def _build_one(folder: Path, trt: ModuleType, graph: Graph, sm: int, progress: P
         build_s=round(compiled.build_s, 3),
         graph_path=graph.path,
         graph_sha256=manifest.file(graph.path).sha256,
+        contract=contract,
         profiles=profiles,
         plan=plan,
         faults=plan.faults(),

@@ -140,7 +140,7 @@ def run_command(
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End at this text; may be given again.", show_default=False)
     ] = None,
-    backend: Annotated[str, typer.Option(help="What runs the graphs: onnxruntime.")] = "onnxruntime",
+    backend: Annotated[str, typer.Option(help="What runs the graphs: onnxruntime, tensorrt, tensorrt-rtx.")] = "onnxruntime",
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: all cores.", show_default=False)] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -43,6 +43,10 @@ class RunOptions:
         for stop in self.stops:
             _check_text("--stop", stop)
 
+    def for_backend(self) -> dict[str, Any]:
+        """Options of the backend, as far as they were given."""
+        return {} if self.threads is None else {"threads": self.threads}
+
 
 def run_prompt(bundle: Path, prompt: str | None, options: RunOptions) -> None:
     """Continue `prompt`, or what stdin says if None."""
@@ -116,8 +120,9 @@ class _Session:
         """The summary: a line on stderr, or the JSON object."""
         rate, fed_rate = self.meter.tokens_per_second, self.meter.fed_tokens_per_second
         machine, name = describe_machine(), self._options.backend
-        library = getattr(sys.modules.get(name), "__version__", "")
-        where = f"{name} {library} on {machine.cpu}, {machine.cores} cores"
+        library = getattr(sys.modules.get(name.replace("-", "_")), "__version__", "")
+        device = self.decoder.backend.device
+        where = f"{name} {library} on {f'{machine.cpu}, {machine.cores} cores' if device == 'cpu' else device}"
         if self._options.as_json:
             totals = {
                 "position": self.stream.position,
@@ -148,7 +153,7 @@ def _open(bundle: Path, options: RunOptions, chat: bool = False) -> Iterator[_Se
     manifest = Manifest.read(bundle)
     check_consistent(bundle, manifest)
     codec = TextCodec.open(bundle, manifest.tokenizer)
-    with open_bundle(bundle, options.backend, threads=options.threads) as decoder, decoder.stream() as stream:
+    with open_bundle(bundle, options.backend, **options.for_backend()) as decoder, decoder.stream() as stream:
         interrupted = False
         with LiveLine() as live:
             session = _Session(codec, decoder, stream, live, options, chat)

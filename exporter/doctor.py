@@ -130,7 +130,7 @@ BACKENDS: dict[str, tuple[Wanted, ...]] = {
     "tensorrt-rtx": (
         Wanted("tensorrt-rtx-cu13", "tensorrt_rtx", "building TensorRT-RTX engines, which needs no GPU, and running them, which does"),
     ),
-    "cuda-python": (Wanted("cuda-python", "cuda.bindings", "running TensorRT engines: device memory and CUDA graphs"),),
+    "cuda-bindings": (Wanted("cuda-bindings", "cuda.bindings", "running TensorRT engines: device memory and CUDA graphs"),),
 }
 
 PACKAGES: tuple[Wanted, ...] = (

@@ -9,16 +9,13 @@ import ctypes
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from sinkring.exporter.plan_kernels import read_kernels
+from sinkring.runtime.backends.engine import MODULES, load_tensorrt
 from sinkring.runtime.errors import BuildError, DependencyError, UnsupportedError
-
-# target -> (module, what to install)
-TARGETS = {"tensorrt-rtx": ("tensorrt_rtx", "tensorrt-rtx-cu13"), "tensorrt": ("tensorrt", "tensorrt")}
 
 # Called with (phase, steps done, steps in all).
 Progress = Callable[[str, int, int], None]
@@ -37,20 +34,16 @@ class CompiledEngine:
     build_s: float
 
 
-def load_tensorrt(target: str) -> ModuleType:
+def load_builder(target: str) -> ModuleType:
     """The Python module of `target`.
 
     Raises UnsupportedError for an unknown target, DependencyError when its package is not installed or its libraries do not load.
     """
-    if target not in TARGETS:
+    if target not in MODULES:
         raise UnsupportedError(
-            f"target {target!r}: engines are built for {', '.join(sorted(TARGETS))}; ONNX graphs of other targets need no engine"
+            f"target {target!r}: engines are built for {', '.join(sorted(MODULES))}; ONNX graphs of other targets need no engine"
         )
-    module, package = TARGETS[target]
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise DependencyError(f"target {target!r} needs the Python package {module} ({error}): pip install {package}") from None
+    return load_tensorrt(target)
 
 
 def supported_sms(trt: ModuleType) -> tuple[int, ...]:

@@ -27,6 +27,8 @@ TARGETS = {
     for target in (
         Target("onnxruntime", 24, 10, {"decode": LowerToGroupedAttention, "prefill": LowerToGroupedAttention}),
         Target("tensorrt-rtx", 24, 10, {"decode": LowerToFusedAttention, "prefill": LowerToGroupedAttention}),
+        # The same files: TensorRT from 10.15 on takes these operators, too.
+        Target("tensorrt", 24, 10, {"decode": LowerToFusedAttention, "prefill": LowerToGroupedAttention}),
     )
 }
 

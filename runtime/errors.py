@@ -33,5 +33,9 @@ class DependencyError(SinkringError):
     """A package or file that this machine lacks; the message says how to get it."""
 
 
+class DeviceError(SinkringError):
+    """A GPU that is out of memory, or that failed in the middle of its work."""
+
+
 class BuildError(SinkringError):
     """An engine that could not be built, or whose plan breaks a promise."""

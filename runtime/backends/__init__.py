@@ -17,6 +17,7 @@ class Backend(Protocol):
     """
 
     name: str
+    device: str  # "cpu", or the GPU's name
     tokens: np.ndarray
     position: np.ndarray
     write_index: tuple[np.ndarray, ...]
@@ -54,7 +55,7 @@ def open_backend(name: str, bundle: Path, manifest: Manifest, target: str | None
 
         return OnnxRuntimeBackend(bundle, manifest, target or "onnxruntime", **options)
     if name in ("tensorrt", "tensorrt-rtx"):
-        raise UnsupportedError(
-            f"backend {name!r}: engines can be built and checked, running them is not part of this version; use onnxruntime"
-        )
-    raise UnsupportedError(f"backend {name!r} is not known; use onnxruntime")
+        from sinkring.runtime.backends.tensorrt import TensorRtBackend
+
+        return TensorRtBackend(bundle, manifest, name, target or name, **options)
+    raise UnsupportedError(f"backend {name!r} is not known; use onnxruntime, tensorrt or tensorrt-rtx")

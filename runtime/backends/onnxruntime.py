@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sinkring.runtime.contract import Tensors, check_contract, check_tensors, expected_tensors
 from sinkring.runtime.errors import BundleError, DependencyError, InputError
 from sinkring.runtime.manifest import CONTRACT_KEY, Graph, Manifest, StateTensor
 
@@ -34,6 +35,7 @@ class OnnxRuntimeBackend:
     """
 
     name = "onnxruntime"
+    device = "cpu"
 
     def __init__(self, bundle: Path, manifest: Manifest, target: str, *, threads: int | None = None, **unknown: Any) -> None:
         if unknown:
@@ -155,61 +157,20 @@ def _session(bundle: Path, manifest: Manifest, graph: Graph, threads: int | None
         raise BundleError(
             f"{bundle / graph.path}: onnxruntime {ort.__version__} cannot load it ({' '.join(str(error).split())}); export again"
         ) from error
-    _check_signature(session, bundle / graph.path, manifest, graph)
-    _check_contract(session, bundle / graph.path, manifest)
+    where = str(bundle / graph.path)
+    inputs, outputs = expected_tensors(manifest, graph.role)
+    check_tensors(where, "graph", "input", _tensors(session.get_inputs()), inputs)
+    check_tensors(where, "graph", "output", _tensors(session.get_outputs()), outputs)
+    check_contract(where, json.loads(session.get_modelmeta().custom_metadata_map.get(CONTRACT_KEY, "{}")), manifest)
     return session
 
 
-def _check_contract(session: Any, where: Path, manifest: Manifest) -> None:
-    """The graph was made for one geometry, policy and set of states, and says which."""
-    said = json.loads(session.get_modelmeta().custom_metadata_map.get(CONTRACT_KEY, "{}"))
-    for name, value in manifest.contract().items():
-        if said.get(name) != value:
-            raise BundleError(
-                f"{where}: was made for {name} {_shortened(said.get(name))}, the manifest says {_shortened(value)}; "
-                "the bundle is damaged, export again"
-            )
-
-
-def _shortened(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
-
-
-def _check_signature(session: Any, where: Path, manifest: Manifest, graph: Graph) -> None:
-    """Buffers are bound by address: a graph of other shapes than the manifest's would read and write past their ends."""
-    decodes = graph.role == "decode"
-    batch = manifest.batch if decodes else 1
-    several = 1 if decodes else None  # T or N, which vary
-    states = {
-        state.name: (state.dtype, tuple(batch if axis == state.batch_axis else size for axis, size in enumerate(state.shape)))
-        for state in manifest.states
+def _tensors(nodes: Any) -> Tensors:
+    """As `expected_tensors` gives them: a size that is no number varies."""
+    return {
+        node.name: (_NUMPY_NAMES.get(node.type, node.type), tuple(size if isinstance(size, int) else None for size in node.shape))
+        for node in nodes
     }
-    inputs: dict[str, tuple[str, tuple[int | None, ...]]] = {
-        "tokens": ("int64", (batch, several)),
-        "position": ("int64", (batch,)),
-        **{ring.write_index: ("int64", (batch,)) for ring in manifest.rings},
-        **({} if decodes else {"rows": ("int64", (None,))}),
-        **states,
-    }
-    outputs: dict[str, tuple[str, tuple[int | None, ...]]] = {
-        "logits": ("float32", (batch, several, manifest.model.vocab_size)),
-        **{state.updated: states[state.name] for state in manifest.states},
-    }
-    for side, expected, nodes in (("input", inputs, session.get_inputs()), ("output", outputs, session.get_outputs())):
-        found = {node.name: (_NUMPY_NAMES.get(node.type, node.type), tuple(node.shape)) for node in nodes}
-        if odd := sorted(found.keys() ^ expected.keys()):
-            has, lacks = ("the graph", "the manifest") if odd[0] in found else ("the manifest", "the graph")
-            raise BundleError(f"{where}: {side} {odd[0]!r} is in {has} but not in {lacks}; the bundle is damaged, export again")
-        for name, (dtype, shape) in expected.items():
-            same = len(found[name][1]) == len(shape) and all(
-                a == b or (b is None and not isinstance(a, int)) for a, b in zip(found[name][1], shape, strict=True)
-            )
-            if found[name][0] != dtype or not same:
-                raise BundleError(
-                    f"{where}: {side} {name!r} is {found[name][0]} {found[name][1]} in the graph, {dtype} {shape} by the manifest; "
-                    "the bundle is damaged, export again"
-                )
 
 
 def _bind_input(binding: Any, name: str, array: np.ndarray, shape: tuple[int, ...] | None = None) -> None:

@@ -7,7 +7,7 @@ from types import ModuleType
 import onnx
 import pytest
 from sinkring.exporter import engine_builder
-from sinkring.exporter.engine_builder import check_sm, compile_engine, load_tensorrt, present_sm, supported_sms
+from sinkring.exporter.engine_builder import check_sm, compile_engine, load_builder, present_sm, supported_sms
 from sinkring.exporter.plan import read_plan
 from sinkring.runtime.errors import BuildError, DependencyError, UnsupportedError
 
@@ -19,7 +19,7 @@ PREFILL_PROFILES = {"tokens": ((1, 1), (1, CHUNK), (1, CHUNK)), "rows": ((1,), (
 @pytest.fixture(scope="module")
 def trt() -> ModuleType:
     pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
-    return load_tensorrt("tensorrt-rtx")
+    return load_builder("tensorrt-rtx")
 
 
 def write(folder: Path, model: onnx.ModelProto) -> Path:
@@ -90,13 +90,13 @@ def test_an_unknown_sm_names_the_known_ones(trt: ModuleType) -> None:
 
 def test_an_unknown_target_names_the_known_ones() -> None:
     with pytest.raises(UnsupportedError, match="'openvino': engines are built for tensorrt, tensorrt-rtx"):
-        load_tensorrt("openvino")
+        load_builder("openvino")
 
 
 def test_a_missing_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
-    with pytest.raises(DependencyError, match="pip install tensorrt-rtx-cu13"):
-        load_tensorrt("tensorrt-rtx")
+    with pytest.raises(DependencyError, match=r"pip install 'sinkring\[tensorrt-rtx\]'"):
+        load_builder("tensorrt-rtx")
 
 
 def test_target_tensorrt_needs_the_gpu_it_builds_for(monkeypatch: pytest.MonkeyPatch) -> None:

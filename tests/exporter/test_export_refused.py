@@ -77,7 +77,11 @@ def test_a_ring_of_senseless_size(tiny_model: Path, out: Path, name: str) -> Non
         ({"policy": None}, InputError, "policy None"),
         ({"dtype": "fp16"}, UnsupportedError, "dtype 'fp16' is not supported; use one of fp32"),
         ({"dtype": ["fp32"]}, UnsupportedError, r"dtype \['fp32'\] is not supported; use one of fp32"),
-        ({"targets": ["onnxruntime", "jetson"]}, UnsupportedError, "target 'jetson' is not known; known: onnxruntime, tensorrt-rtx"),
+        (
+            {"targets": ["onnxruntime", "jetson"]},
+            UnsupportedError,
+            "target 'jetson' is not known; known: onnxruntime, tensorrt, tensorrt-rtx",
+        ),
     ],
     ids=str,
 )

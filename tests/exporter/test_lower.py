@@ -158,7 +158,7 @@ def test_onnx_runtime_keeps_the_fused_operator(tmp_path: Path) -> None:
 
 
 def test_an_unknown_target_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"'tensorrt-11' is not known; known: onnxruntime, tensorrt-rtx"):
+    with pytest.raises(UnsupportedError, match=r"'tensorrt-11' is not known; known: onnxruntime, tensorrt, tensorrt-rtx"):
         find_target("tensorrt-11")
 
 

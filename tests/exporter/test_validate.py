@@ -39,7 +39,7 @@ def test_right_bundle_passes_in_every_run_and_region(bundles: dict[str, Path], n
     # Two decode forms, and each with prefill: four runs of three ages.
     assert [(row.run, row.region) for row in result.regions] == [
         (run, region)
-        for run in ("decode (onnxruntime)", "chunks (onnxruntime)", "decode (tensorrt-rtx)", "chunks (tensorrt-rtx)")
+        for run in ("decode (onnxruntime)", "chunks (onnxruntime)", "decode (tensorrt, tensorrt-rtx)", "chunks (tensorrt, tensorrt-rtx)")
         for region in ("filling", "first wrap", "later wraps")
     ]
     manifest = Manifest.read(bundles[name])
@@ -139,8 +139,8 @@ def test_another_model_is_refused_with_both_hashes(bundles: dict[str, Path], tmp
 def test_damage_and_wrong_arguments_are_refused(bundles: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="steps=0"):
         validate_bundle(bundles["native"], 0)
-    with pytest.raises(BundleError, match="no decode graph for target 'tensorrt'"):
-        validate_bundle(bundles["native"], 20, target="tensorrt")
+    with pytest.raises(BundleError, match="no decode graph for target 'jetson'"):
+        validate_bundle(bundles["native"], 20, target="jetson")
     with pytest.raises(BundleError, match="no such bundle"):
         validate_bundle(tmp_path / "none")
     damaged = tmp_path / "damaged"

@@ -164,8 +164,7 @@ def test_cache_bytes_is_the_formula(decoder: Decoder) -> None:
         ({"threads": True}, InputError, "threads=True"),
         ({"thread": 1}, InputError, "'thread' is not known"),
         ({"backend": "cuda"}, UnsupportedError, "'cuda' is not known; use onnxruntime"),
-        ({"backend": "tensorrt"}, UnsupportedError, "use onnxruntime"),
-        ({"target": "jetson"}, BundleError, r"target 'jetson', only for \['onnxruntime', 'tensorrt-rtx'\]"),
+        ({"target": "jetson"}, BundleError, r"target 'jetson', only for \['onnxruntime', 'tensorrt', 'tensorrt-rtx'\]"),
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ Keeps the list of kernels and the memory lines of the builder's log, word for wo
 import tempfile
 from pathlib import Path
 
-from sinkring.exporter.engine_builder import compile_engine, load_tensorrt
+from sinkring.exporter.engine_builder import compile_engine, load_builder
 
 from tests.exporter.hand_bundle import CHUNK, ring_graph, write_bundle
 
@@ -27,7 +27,7 @@ PREFILL_PROFILES = {"tokens": ((1, 1), (1, CHUNK), (1, CHUNK)), "rows": ((1,), (
 
 
 def record_plans(folder: Path) -> None:
-    trt = load_tensorrt("tensorrt-rtx")
+    trt = load_builder("tensorrt-rtx")
     for name, options in PLANS.items():
         with tempfile.TemporaryDirectory() as scratch:
             bundle = write_bundle(Path(scratch), {"decode": ring_graph(**options)}, layers=options.get("layers", 1))

@@ -1,0 +1,160 @@
+"""One engine of a bundle: found for the GPU that is here, refused by name when it is stale or not what the manifest says, and loaded.
+
+The same calls for TensorRT and TensorRT-RTX, whose Python packages have the same names inside.
+"""
+
+import json
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from sinkring.runtime.backends.cuda import Device
+from sinkring.runtime.contract import check_contract, check_tensors, expected_tensors
+from sinkring.runtime.errors import BundleError, DependencyError, DeviceError
+from sinkring.runtime.manifest import Engine, Manifest, Role
+
+# backend and target -> its Python module; the extra of sinkring has the backend's name.
+MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+_DTYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "INT32": "int32"}
+
+
+def load_tensorrt(target: str) -> ModuleType:
+    """The Python module of `target`. Raises DependencyError when it is not installed or its libraries do not load."""
+    module = MODULES[target]
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise DependencyError(f"{target!r} needs the Python package {module} ({error}): pip install 'sinkring[{target}]'") from None
+
+
+class LoadedEngine:
+    """An engine on the device with its one execution context, whose scratch memory comes from outside.
+
+    Raises BundleError for an engine that is missing, stale, does not load, or whose tensors differ from the
+    manifest's in name, type, shape or in where the caches are updated.
+    """
+
+    def __init__(self, trt: ModuleType, device: Device, bundle: Path, manifest: Manifest, role: Role, target: str) -> None:
+        self._device = device
+        found = find_engine(manifest, role, target, device.sm, trt.__version__, device.name)
+        self.path = found.path
+        self._log = _make_log(trt)
+        self._runtime = trt.Runtime(self._log)
+        self.engine = self._runtime.deserialize_cuda_engine((bundle / found.path).read_bytes())
+        if self.engine is None:
+            raise BundleError(
+                f"{found.path}: {target} {trt.__version__} cannot load it on {device.name}, sm={device.sm}: {self._log.last()}; "
+                "build it again"
+            )
+        check_contract(found.path, _said_contract(bundle / found.report), manifest)
+        _check_signature(self.engine, trt, found.path, manifest, role)
+        self.scratch_bytes = int(self.engine.device_memory_size_v2)
+        self.context = self.engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if self.context is None:
+            raise DeviceError(f"{found.path}: no execution context on {device.name}: {self._log.last()}; close what else uses the GPU")
+
+    def use_scratch(self, address: int, size_bytes: int) -> None:
+        self.context.set_device_memory(address, size_bytes)
+
+    def bind(self, name: str, address: int) -> None:
+        if not self.context.set_tensor_address(name, address):
+            raise DeviceError(f"{self.path}: {name!r} cannot be bound: {self._log.last()}")
+
+    def set_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        if not self.context.set_input_shape(name, shape):
+            raise DeviceError(f"{self.path}: input {name!r} does not take the shape {shape}: {self._log.last()}")
+
+    def enqueue(self) -> None:
+        """Put one run on the device's stream."""
+        if not self.context.execute_async_v3(self._device.stream):
+            raise DeviceError(f"{self.path}: the run was not accepted: {self._log.last()}; close the bundle and open it again")
+
+    def capturable(self) -> bool:
+        """What TensorRT-RTX says of it; TensorRT says nothing, and captures all that has no loops or sizes that depend on data."""
+        ask = getattr(self.context, "is_stream_capturable", None)
+        return ask is None or bool(ask(self._device.stream))
+
+    def close(self) -> None:
+        # In this order, and before the memory that they point to.
+        del self.context, self.engine, self._runtime
+
+
+def find_engine(manifest: Manifest, role: Role, target: str, sm: int, version: str, gpu: str) -> Engine:
+    """The engine of `role` for this GPU and this version. Raises BundleError that says which there are, or why it is stale."""
+    graph = manifest.graph(role, target)
+    again = f"sinkring build BUNDLE --target {target}" + (f" --sm {sm}" if target == "tensorrt-rtx" else "")
+    have = [engine for engine in manifest.engines if (engine.role, engine.target) == (role, target)]
+    here = [engine for engine in have if engine.sm == sm]
+    if not here:
+        others = ", ".join(f"sm={engine.sm}" for engine in have) or "none"
+        raise BundleError(f"the bundle has no {role} engine of {target} for sm={sm} ({gpu}), but {others}; build it: {again}")
+    engine = here[-1]
+    hashed = manifest.file(graph.path).sha256
+    if (engine.graph_path, engine.graph_sha256) != (graph.path, hashed):
+        raise BundleError(
+            f"{engine.path}: is stale, it was built from {engine.graph_path} of sha256 {engine.graph_sha256[:12]}..., the bundle's {role} "
+            f"graph is {graph.path} of {hashed[:12]}...; build it again: {again}"
+        )
+    if engine.builder_version != version:
+        raise BundleError(
+            f"{engine.path}: is stale, it was built by {target} {engine.builder_version}, here is {version}; build it again: {again}, or "
+            f"install {target} {engine.builder_version}"
+        )
+    return engine
+
+
+def _check_signature(engine: Any, trt: ModuleType, where: str, manifest: Manifest, role: Role) -> None:
+    modes = {name: engine.get_tensor_mode(name) for name in map(engine.get_tensor_name, range(engine.num_io_tensors))}
+    for side, mode, expected in zip(
+        ("input", "output"), (trt.TensorIOMode.INPUT, trt.TensorIOMode.OUTPUT), expected_tensors(manifest, role), strict=True
+    ):
+        check_tensors(where, "engine", side, {name: _tensor(engine, name) for name, its in modes.items() if its == mode}, expected)
+    for state in manifest.states:
+        alias = engine.get_aliased_input_tensor(state.updated)
+        if alias != state.name:
+            found = f"updated in {alias!r}" if alias else "a tensor of its own"
+            raise BundleError(
+                f"{where}: output {state.updated!r} is {found}, not {state.name!r} updated in place: every step would lose the cache; "
+                "build it again from a graph that writes with TensorScatter"
+            )
+    if role == "prefill":
+        for name in ("tokens", "rows"):
+            smallest, _, largest = (tuple(dims)[-1] for dims in engine.get_tensor_profile_shape(name, 0))
+            if smallest > 1 or largest < manifest.chunk:
+                raise BundleError(
+                    f"{where}: {name!r} takes {smallest} to {largest} tokens, the manifest's chunk is {manifest.chunk}; build it again"
+                )
+
+
+def _said_contract(report: Path) -> dict[str, Any]:
+    """The contract of the graph that the engine was built from, which `build` read from it."""
+    try:
+        said = json.loads(report.read_text(encoding="utf-8"))["contract"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise BundleError(f"{report}: is no build report with a contract ({what}); build the engine again") from None
+    return said if isinstance(said, dict) else {}
+
+
+def _tensor(engine: Any, name: str) -> tuple[str, tuple[int | None, ...]]:
+    code = engine.get_tensor_dtype(name).name
+    return _DTYPES.get(code, code), tuple(None if size == -1 else int(size) for size in engine.get_tensor_shape(name))
+
+
+def _make_log(trt: ModuleType) -> Any:
+    class Log(trt.ILogger):  # type: ignore[name-defined]
+        """Keeps the last error; prints nothing."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._error = "no reason given"
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
+                self._error = " ".join(message.split())
+
+        def last(self) -> str:
+            return self._error
+
+    return Log()

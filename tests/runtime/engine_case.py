@@ -1,0 +1,49 @@
+"""A bundle with engines that the doubles of TensorRT and CUDA can run."""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from sinkring.runtime.manifest import MANIFEST_NAME, Engine, File, Manifest
+
+from tests.runtime.cuda_double import CudaDouble
+from tests.runtime.tensorrt_double import TensorRtDouble, real
+
+VERSION = real.__version__
+
+
+def with_engines(bundle: Path, out: Path, target: str = "tensorrt-rtx", sm: int = 89, version: str = VERSION) -> Path:
+    """A copy of `bundle` in `out` with an engine for each graph of `target`, as `build_engine` records them."""
+    shutil.copytree(bundle, out)
+    manifest = Manifest.read(out)
+    engines, files = [], []
+    (out / "engines").mkdir()
+    for graph in manifest.graphs:
+        if graph.target != target:
+            continue
+        stem = f"engines/{target}-{version}-sm{sm}-{graph.role}"
+        contents = {
+            f"{stem}.engine": {"role": graph.role, "onnx": str(out / graph.path)},
+            f"{stem}.json": {"contract": manifest.contract()},
+        }
+        for path, content in contents.items():
+            raw = json.dumps(content).encode()
+            (out / path).write_bytes(raw)
+            files.append(File(path, len(raw), hashlib.sha256(raw).hexdigest()))
+        sha256 = manifest.file(graph.path).sha256
+        engines.append(Engine(graph.role, target, sm, f"{stem}.engine", version, graph.path, sha256, f"{stem}.json"))
+    manifest = dataclasses.replace(manifest, engines=tuple(engines), files=(*manifest.files, *files))
+    (out / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    return out
+
+
+def install_doubles(monkeypatch: pytest.MonkeyPatch, cuda: CudaDouble, module: str = "tensorrt_rtx") -> TensorRtDouble:
+    """Until the end of the test, importing TensorRT and cuda-python gives the doubles."""
+    trt = TensorRtDouble(cuda)
+    monkeypatch.setitem(sys.modules, module, trt)
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", cuda)
+    return trt
