@@ -1,7 +1,8 @@
 """What an engine's plan does with the caches, and whether that keeps sinkring's promises.
 
 The promises: every step writes only the new rows of a cache, in place, and a decode step reads the cache where it lies, in one fused
-attention kernel. A builder breaks them without a word (a scale of 1.0, a `Where` write, a `Concat`), so the plan is read after each build.
+attention kernel or in kernels that make no copy of it. A builder breaks them without a word (a scale of 1.0, a `Where` write, a `Concat`),
+so the plan is read after each build.
 Words: a *rewrite* writes a whole cache anew; an *operand* copy is a cache-sized temporary made from a cache for a matrix product. A chunk
 of several tokens always pays for operand copies on TensorRT-RTX 1.7; they cost time, once a chunk, and break no promise.
 """
@@ -37,6 +38,7 @@ class CacheCopy:
     shape: tuple[int, ...]
     copy_bytes: int
     cache_bytes: int
+    cache_elements: int
 
 
 @dataclass(frozen=True)
@@ -79,14 +81,14 @@ class PlanReport:
             found += [f"{where}: {_describe(copy)}" for copy in broken]
             if not plan.attention:
                 found.append(f"{where}: no kernel multiplies with its caches, so its attention is missing from the plan")
-            elif self.tokens == 1 and not plan.fused:
+            elif self.tokens == 1 and not plan.fused and plan.copies:
                 found.append(f"{where}: attention is not one fused kernel but {', '.join(plan.attention)}")
         return tuple(found)
 
     def lacks_fused_kernel(self) -> bool:
         """Whether a decode plan is faulty only because the builder took the attention apart: all caches are written in place."""
         in_place = all(update.in_place for plan in self.layers for update in plan.updates)
-        apart = any(plan.attention and not plan.fused for plan in self.layers)
+        apart = any(plan.attention and not plan.fused and plan.copies for plan in self.layers)
         return self.tokens == 1 and apart and in_place and all(copy.kind == "operand" for plan in self.layers for copy in plan.copies)
 
     def warnings(self) -> tuple[str, ...]:
@@ -97,7 +99,8 @@ class PlanReport:
         for plan in self.layers:
             operands = [copy for copy in plan.copies if copy.kind == "operand"]
             for copy in operands:
-                if copy.copy_bytes >= 2 * copy.cache_bytes:
+                # A copy in a wider float type may have twice the bytes of a cache and no more elements.
+                if prod(copy.shape) >= 2 * copy.cache_elements:
                     found.append(
                         f"layer {plan.layer}: {_describe(copy)}; expanded to the query heads, fold the heads of a group into the tokens"
                     )
@@ -137,7 +140,7 @@ def read_plan(log_text: str, states: tuple[StateTensor, ...], tokens: int) -> Pl
             copies += found
             readers += [kernel for kernel in reading if kernel not in readers]
         fused = [kernel for kernel in readers if kernel.fused_attention]
-        large = fused or [kernel for kernel in readers if kernel.multiplies]
+        large = fused or readers
         layers.append(
             LayerPlan(
                 layer=layer,
@@ -175,6 +178,8 @@ def _follow(kernels: tuple[Kernel, ...], state: StateTensor, others: set[str]) -
         if kernel.multiplies:
             readers.append(kernel)
             continue
+        if kernel.sums_products:
+            readers.append(kernel)
         written = {tensor.name for tensor in kernel.outputs}
         if read <= written:
             continue
@@ -184,7 +189,7 @@ def _follow(kernels: tuple[Kernel, ...], state: StateTensor, others: set[str]) -
                 continue
             trail.add(tensor.name)
             kind: Literal["rewrite", "operand"] = "rewrite" if tensor.name == state.updated else "operand"
-            copies.append(CacheCopy(state.name, kind, kernel.name, tensor.name, tensor.shape, tensor.bytes or 0, cache_bytes))
+            copies.append(CacheCopy(state.name, kind, kernel.name, tensor.name, tensor.shape, tensor.bytes or 0, cache_bytes, elements))
     return copies, readers
 
 

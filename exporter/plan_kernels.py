@@ -66,6 +66,11 @@ class Kernel:
         """A matrix product: what it writes is computed from its operands, never a copy of one."""
         return self.kind == "gemm" or self.fused_attention or self.name.startswith("__myl_Fc")
 
+    @property
+    def sums_products(self) -> bool:
+        """A product written as Mul and ReduceSum, which the builder fuses with what stands around it, copies too."""
+        return self.kind == "kgen" and "MulSum" in self.name
+
 
 def read_kernels(text: str) -> tuple[Kernel, ...]:
     """Every kernel listed in a builder's log or an inspector's one-line report, in order. Empty when the text lists none.

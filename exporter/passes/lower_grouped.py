@@ -11,11 +11,13 @@ from sinkring.exporter.passes.lowering import (
     Lowering,
     LowerRingAttention,
     RingNode,
+    cap,
     finish,
     float_constant,
     fold_groups,
     from_cache_type,
     sink_keys,
+    softmax_beside,
     turn_back,
     write_rings,
 )
@@ -40,7 +42,7 @@ class LowerToGroupedAttention(LowerRingAttention):
             recent = into.op("Slice", scores, into.ints(a.sinks), into.ints(a.capacity), into.ints(3))
             scores = into.op("Concat", sinks, recent, axis=3)
         if a.softcap:
-            scores = into.op("Mul", into.op("Tanh", scores), float_constant(into, f"f32.softcap{a.softcap}", a.softcap))
+            scores = cap(into, ring, scores)
         weights = _weights(into, shared, ring, scores)
         attended = into.op("MatMul", weights, from_cache_type(into, ring, values))
         attended = into.op("Reshape", attended, into.ints(ring.batch, ring.heads, -1, ring.head_size))
@@ -74,13 +76,10 @@ def _per_group(into: Insertion, ring: RingNode, mask: ir.Value) -> ir.Value:
 
 
 def _weights_beside_sink_logits(into: Insertion, ring: RingNode, scores: ir.Value, mask: ir.Value) -> ir.Value:
-    """The softmax over the scores and one learned logit per head, whose own share goes nowhere; heads and tokens are axes of their own."""
+    """Heads and tokens are axes of their own, so that the logits of the heads broadcast."""
     batch, groups, per_group, capacity = ring.batch, ring.groups, ring.heads // ring.groups, ring.attributes.capacity
     mask_heads = (groups, per_group) if ring.attributes.alibi_slopes else (1, 1)
     split = into.op("Reshape", scores, into.ints(batch, groups, per_group, -1, capacity))
     split = into.op("Add", split, into.op("Reshape", mask, into.ints(batch, *mask_heads, -1, capacity)))
-    logit = into.op("Reshape", ring.input(9), into.ints(1, groups, per_group, 1, 1))
-    largest = into.op("Max", into.op("ReduceMax", split, into.ints(-1)), logit)
-    shares = into.op("Exp", into.op("Sub", split, largest))
-    total = into.op("Add", into.op("ReduceSum", shares, into.ints(-1)), into.op("Exp", into.op("Sub", logit, largest)))
-    return into.op("Reshape", into.op("Div", shares, total), into.ints(batch, groups, -1, capacity))
+    weights = softmax_beside(into, split, into.op("Reshape", ring.input(9), into.ints(1, groups, per_group, 1, 1)))
+    return into.op("Reshape", weights, into.ints(batch, groups, -1, capacity))

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from sinkring.exporter.node import DOMAIN, OP_TYPE, RingAttentionAttributes
 from sinkring.exporter.passes.insertion import Insertion, replace_value
-from sinkring.exporter.passes.ring_mask import Queries, write_additive, write_alibi, write_narrowed, write_queries, write_validity
+from sinkring.exporter.passes.ring_mask import Queries, write_additive, write_alibi, write_queries, write_validity
 
 Made = TypeVar("Made")
 
@@ -110,12 +110,6 @@ class Lowering:
         key = ("alibi", a.policy, a.alibi_slopes)
         return self._once(key, ring, lambda: write_alibi(into, a, self._queries(into, ring), plain))
 
-    def narrowed(self, into: Insertion, ring: RingNode) -> ir.Value:
-        """`additive` in the type of the caches."""
-        a = ring.attributes
-        key = ("narrowed", ring.cache_type, a.policy, a.alibi_slopes)
-        return self._once(key, ring, lambda: write_narrowed(into, self.additive(into, ring), ring.cache_type))
-
     def _queries(self, into: Insertion, ring: RingNode) -> Queries:
         def write() -> Queries:
             tokens = into.op("Squeeze", into.op("Shape", ring.input(0), start=2, end=3)) if ring.tokens is None else ring.tokens
@@ -162,18 +156,17 @@ def write_rings(into: Insertion, ring: RingNode) -> tuple[ir.Value, ir.Value]:
     """Store the new rows: the updated key and value rings. The scatter must stay the only reader of the old ring."""
     updated = []
     for new, old in ((1, 3), (2, 4)):
-        rows = to_cache_type(into, ring, ring.input(new))
+        rows = ring.input(new)
+        if ring.cache_type != ring.float_type:
+            rows = into.op("Cast", rows, to=ring.cache_type)
         value = into.op("TensorScatter", ring.input(old), rows, ring.input(6), axis=-2, mode="linear")
         value.shape, value.type = ring.input(old).shape, ring.input(old).type
         updated.append(value)
     return updated[0], updated[1]
 
 
-def to_cache_type(into: Insertion, ring: RingNode, value: ir.Value) -> ir.Value:
-    return value if ring.cache_type == ring.float_type else into.op("Cast", value, to=ring.cache_type)
-
-
 def from_cache_type(into: Insertion, ring: RingNode, value: ir.Value) -> ir.Value:
+    """What a ring holds, in the type of the query: all arithmetic is done in that."""
     return value if ring.cache_type == ring.float_type else into.op("Cast", value, to=ring.float_type)
 
 
@@ -192,6 +185,30 @@ def sink_keys(into: Insertion, ring: RingNode, keys: ir.Value) -> ir.Value:
     """f [B,G,D,S]: the sinks' keys out of the updated ring, as the right side of a product."""
     sinks = into.op("Slice", keys, into.ints(0), into.ints(ring.attributes.sinks), into.ints(2))
     return into.op("Transpose", from_cache_type(into, ring, sinks), perm=[0, 1, 3, 2])
+
+
+def sink_bias(into: Insertion, ring: RingNode, keys: ir.Value) -> ir.Value:
+    """f [B,H,T,C]: what sinks' scores lack when all are computed from the query: scale * (q_sink - q) . k_sink; 0 in the other columns."""
+    a = ring.attributes
+    turned = into.op("Sub", turn_back(into, ring, ring.input(0)), ring.input(0))
+    bias = into.op("MatMul", fold_groups(into, ring, turned), sink_keys(into, ring, keys))
+    bias = into.op("Mul", bias, float_constant(into, f"f32.scale{a.scale}", a.scale))
+    bias = into.op("Reshape", bias, into.ints(ring.batch, ring.heads, -1, a.sinks))
+    return into.op("Pad", bias, into.constant(f"pads{a.slots}", np.array([0, 0, 0, 0, 0, 0, 0, a.slots], dtype=np.int64)))
+
+
+def cap(into: Insertion, ring: RingNode, capped: ir.Value) -> ir.Value:
+    """softcap * tanh(capped): the scores, of scores that are divided by the softcap already."""
+    softcap = ring.attributes.softcap
+    return into.op("Mul", into.op("Tanh", capped), float_constant(into, f"f32.softcap{softcap}", softcap))
+
+
+def softmax_beside(into: Insertion, scores: ir.Value, logit: ir.Value) -> ir.Value:
+    """The softmax over the last axis of `scores` and one learned sink logit, whose own share goes nowhere. logit [...,1] broadcasts."""
+    largest = into.op("Max", into.op("ReduceMax", scores, into.ints(-1)), logit)
+    shares = into.op("Exp", into.op("Sub", scores, largest))
+    total = into.op("Add", into.op("ReduceSum", shares, into.ints(-1)), into.op("Exp", into.op("Sub", logit, largest)))
+    return into.op("Div", shares, total)
 
 
 def fold_groups(into: Insertion, ring: RingNode, value: ir.Value) -> ir.Value:

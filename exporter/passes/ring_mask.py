@@ -16,8 +16,6 @@ from sinkring.exporter.passes.insertion import Insertion
 
 # Finite, so that adding a score cannot make a NaN; exp of it is exactly 0 next to any real score.
 MASKED = -1e30
-# The same for masks narrower than float32: half of float16's range, so that a score of the other half added to it stays finite.
-MASKED_NARROW = -3e4
 NEVER = np.iinfo(np.int64).max  # a position no stream reaches
 
 
@@ -90,13 +88,6 @@ def write_alibi(into: Insertion, a: RingAttentionAttributes, queries: Queries, a
     name = f"alibi.{hashlib.sha256(steps.tobytes()).hexdigest()[:12]}"
     bias = into.op("Mul", into.op("Cast", distance, to=ir.DataType.FLOAT), into.constant(name, steps))
     return into.op("Add", bias, additive)
-
-
-def write_narrowed(into: Insertion, additive: ir.Value, dtype: ir.DataType) -> ir.Value:
-    """An additive mask in another float type, its masked slots at a value that this type and a score added to it can hold."""
-    if dtype == ir.DataType.FLOAT:
-        return additive
-    return into.op("Cast", into.op("Max", additive, into.constant("mask.narrow", np.array(MASKED_NARROW, np.float32))), to=dtype)
 
 
 def _key(a: RingAttentionAttributes) -> str:

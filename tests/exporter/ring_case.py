@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 from sinkring.exporter.node import DOMAIN, OP_TYPE, RingAttentionAttributes
+from sinkring.runtime.manifest import StateTensor
 from sinkring.runtime.ring import RingGeometry
 
 HEAD_SIZE = 8
@@ -61,6 +62,13 @@ class RingCase:
     @property
     def poison(self) -> tuple[float, float]:
         return (POISON_KEY, POISON_VALUE) if self.cache_dtype == "float32" else (NARROW_POISON_KEY, NARROW_POISON_VALUE)
+
+    @property
+    def states(self) -> tuple[StateTensor, ...]:
+        """The rings as a manifest lists them."""
+        shape = (self.batch, self.groups, self.geometry.capacity, HEAD_SIZE)
+        names = NODE_INPUTS[3:5]
+        return tuple(StateTensor(name, f"{name}.updated", "ring", shape, self.cache_dtype, 0, 0.0, ring=0, layer=0) for name in names)
 
     def starts(self, tokens: int) -> list[int]:
         """Positions at which a chunk of `tokens` fits in front of the ring's end: in the sinks, around two wraps, and at 2**40."""

@@ -2,11 +2,20 @@
 
 from dataclasses import replace
 from itertools import count, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
+from sinkring.exporter.engine_builder import compile_engine, load_builder
+from sinkring.exporter.lower import lower_for
+from sinkring.exporter.passes.lower_by_head import LowerToAttentionByHead
+from sinkring.exporter.passes.lower_grouped import LowerToGroupedAttention
+from sinkring.exporter.passes.lowering import LowerRingAttention
+from sinkring.exporter.plan import read_plan
+from sinkring.exporter.targets import TARGETS
 
 from tests.exporter.lowered_ring import FORMS, TOLERANCE, check, every_form, every_policy, lowered, two_layers
 from tests.exporter.ring_case import NODE_INPUTS, RingCase, make_call, ring_model, session
@@ -48,10 +57,10 @@ def test_chunk_of_any_length(form: str, policy: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["plain", *KINDS])
 @pytest.mark.parametrize("tokens", [1, 5, None])
 def test_float16_caches(form: str, policy: str, kind: str, tokens: int | None) -> None:
-    """The grouped form computes in float32 on what the caches hold; the fused one rounds the query, the mask and the result too."""
+    """All arithmetic is float32, on what the caches hold."""
     for sinks, batch in ((2, 2), (0, 1)):
         case = RingCase(sinks, 4, 4, tokens, batch, policy=policy, cache_dtype="float16", **KINDS.get(kind, {}))
-        check(form, case, [tokens or 3], HALF_TOLERANCE, HALF_TOLERANCE if form == "fused" else TOLERANCE)
+        check(form, case, [tokens or 3], HALF_TOLERANCE, TOLERANCE)
 
 
 @every_form
@@ -114,10 +123,53 @@ def test_the_scatter_is_the_only_reader_of_a_ring_and_nothing_is_between(form: s
             assert str(reader.outputs[0].dtype).lower().startswith("float16") == (cache_dtype == "float16")
 
 
-def test_a_node_that_the_fused_operator_cannot_express_is_grouped() -> None:
-    for kind, fused in (("ALiBi", True), ("softcap", False), ("sink logits", False)):
-        operators = [node.op_type for node in lowered("fused", RingCase(2, 4, 0, 1, policy="streaming", **KINDS[kind])).graph]
-        assert ("Attention" in operators) == fused, kind
+def test_a_node_that_the_fused_operator_cannot_express_has_another_form() -> None:
+    half: dict[str, Any] = {"cache_dtype": "float16"}
+    for kind, fused in ((KINDS["ALiBi"], True), (KINDS["softcap"], False), (KINDS["sink logits"], False), (half, False)):
+        for tokens, other in ((1, LowerToAttentionByHead), (5, LowerToGroupedAttention)):
+            case = RingCase(2, 4, 4, tokens, policy="streaming", **kind)
+            model = lowered("fused", case)
+            assert any(node.op_type == "Attention" for node in model.graph) == fused, case
+            assert (_text(model) == _text(_lowered_by(other, case))) != fused, case
+
+
+def test_a_chunk_by_head_is_refused() -> None:
+    with pytest.raises(ir.passes.PreconditionError, match="T=5"):
+        _lowered_by(LowerToAttentionByHead, RingCase(2, 4, 4, 5))
+
+
+@pytest.mark.parametrize("kind", ["plain", *KINDS])
+@pytest.mark.parametrize("cache_dtype", ["float32", "float16"])
+def test_tensorrt_reads_the_rings_in_place(kind: str, cache_dtype: str, tmp_path: Path) -> None:
+    """The real builder's plan of each decode form: no copy of a ring, for one product or for the other."""
+    pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
+    for policy in ("native", "streaming"):
+        case = RingCase(2, 9, 5, 1, policy=policy, cache_dtype=cache_dtype, **KINDS.get(kind, {}))
+        onnx.save(ir.to_proto(lower_for(TARGETS["tensorrt-rtx"], "decode", ring_model(case))), tmp_path / "step.onnx")
+        compiled = compile_engine(load_builder("tensorrt-rtx"), "tensorrt-rtx", tmp_path / "step.onnx", 89, {})
+        plan = read_plan(compiled.plan_text, case.states, 1)
+        assert plan.faults() == ()
+        assert [update.in_place for update in plan.layers[0].updates] == [True, True]
+
+
+def test_tensorrt_copies_the_rings_of_the_grouped_form(tmp_path: Path) -> None:
+    """The control, and why a decode step is not given that form."""
+    pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
+    case = RingCase(2, 9, 5, 1, softcap=4.0)
+    onnx.save(ir.to_proto(lowered("grouped", case)), tmp_path / "step.onnx")
+    compiled = compile_engine(load_builder("tensorrt-rtx"), "tensorrt-rtx", tmp_path / "step.onnx", 89, {})
+    faults = read_plan(compiled.plan_text, case.states, 1).faults()
+    assert sum("makes a copy of" in fault for fault in faults) == 2
+
+
+def _lowered_by(form: type[LowerRingAttention], case: RingCase) -> ir.Model:
+    model = ring_model(case)
+    form()(model)
+    return model
+
+
+def _text(model: ir.Model) -> str:
+    return str(onnx.printer.to_text(ir.to_proto(model)))
 
 
 @every_form

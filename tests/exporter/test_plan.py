@@ -8,6 +8,7 @@ import pytest
 from sinkring.exporter.plan import PlanReport, read_plan
 from sinkring.runtime.errors import BuildError
 
+from tests.exporter.data.make_plans import SUMMED
 from tests.exporter.hand_bundle import CAPACITY, CHUNK, HEAD_SIZE, KV_HEADS, ring_states
 
 DATA = Path(__file__).parent / "data"
@@ -69,6 +70,30 @@ def test_a_copy_before_a_product_is_a_fault_in_decode_and_a_record_in_prefill() 
         ("cache.0.k", "operand", CACHE_BYTES),
         ("cache.0.v", "operand", CACHE_BYTES),
     ]
+
+
+def test_products_written_as_sums_are_attention_that_reads_the_caches_in_place() -> None:
+    text = (DATA / "summed_decode.plan.txt").read_text(encoding="utf-8")
+    report = read_plan(text, SUMMED.states, 1)
+    assert report.faults() == ()
+    (layer,) = report.layers
+    assert not layer.fused
+    assert not report.lacks_fused_kernel()
+    assert [name.count("MulSum") for name in layer.attention] == [1, 1]
+    assert layer.copies == ()
+    # The same kernel that writes something as large as the cache beside its sum has copied it.
+    (line,) = [line for line in text.splitlines() if layer.attention[0] in line]
+    copying = line.replace("Outputs: [", "Outputs: [ { Name: copy, Dimensions: [1,2,16,8], Datatype: Float},")
+    faults = read_plan(text.replace(line, copying), SUMMED.states, 1).faults()
+    assert any("makes a copy of key_ring (copy [1,2,16,8]" in fault for fault in faults)
+
+
+def test_a_chunk_that_widens_a_cache_has_not_expanded_its_heads() -> None:
+    """float16 caches copied as float32 for a product: twice the bytes, and as many elements."""
+    states = tuple(dataclasses.replace(state, dtype="float16") for state in ring_states(1))
+    report = read_plan((DATA / "folded_prefill.plan.txt").read_text(encoding="utf-8"), states, CHUNK)
+    assert [copy.copy_bytes for copy in report.layers[0].copies] == [2 * copy.cache_bytes for copy in report.layers[0].copies]
+    assert report.warnings() == ()
 
 
 def test_expanding_the_kv_heads_of_a_chunk_is_warned_of() -> None:
