@@ -6,22 +6,29 @@ import os
 import platform
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
-from operator import attrgetter
 from pathlib import Path
 from typing import get_args
 
 import onnx_ir as ir
 from sinkring.exporter.angles import POSITION_LIMIT
 from sinkring.exporter.bundle_writer import check_replaceable, describe_file, new_bundle, replace_text
+from sinkring.exporter.cache_plan import (
+    CachePlan,
+    CacheRequest,
+    each_state,
+    observe_layers,
+    plan_caches,
+    updated_name,
+)
 from sinkring.exporter.finite import check_finite
-from sinkring.exporter.frontend import ring_names, trace_step, updated_name, write_index_name
+from sinkring.exporter.frontend import trace_step
 from sinkring.exporter.lower import lower_for, simplify
 from sinkring.exporter.machine import describe_machine
+from sinkring.exporter.rotary import frequencies_for
 from sinkring.exporter.targets import TARGETS, Target, find_target
 from sinkring.exporter.weights import WeightsFile
 from sinkring.models.errors import ModelError
-from sinkring.models.registry import DecoderShape, decoder_shape, find_family
-from sinkring.models.rope import rope_frequencies, rope_length
+from sinkring.models.registry import context_tokens, find_family
 from sinkring.models.source import LoadedModel, load_model
 from sinkring.runtime.errors import BundleError, GeometryError, InputError, UnsupportedError
 from sinkring.runtime.manifest import (
@@ -32,19 +39,14 @@ from sinkring.runtime.manifest import (
     Manifest,
     ModelInfo,
     Policy,
-    Ring,
     Role,
     StateTensor,
     Tokenizer,
 )
-from sinkring.runtime.ring import RingGeometry
 
 TOKENIZER_NAME = "tokenizer.json"
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
 DTYPES = {"fp32": "float32"}
-# TensorRT pads a cache whose slots are no multiple of this, at the price of a copy of it per layer and chunk.
-CAPACITY_MULTIPLE = 8
-SINKS, WINDOW = 4, 256
 # File systems stop at 255; the folder that becomes the bundle is called `.NAME.01234567.part` until then.
 LONGEST_NAME_BYTES = 240
 
@@ -81,33 +83,31 @@ def export_decoder(
     """
     out = _check_out(out)
     say = progress or (lambda _: None)
-    geometry = _check_numbers(policy, sinks, window, capacity, chunk, batch, slack, dtype)
+    request = _check_numbers(policy, sinks, window, capacity, chunk, batch, slack, dtype)
     chosen = _find_targets(targets)
     check_replaceable(out, overwrite)
     say(f"loading {model}")
     try:
         loaded = load_model(str(model))
         family = find_family(loaded.config)
-    except ModelError as error:
-        raise UnsupportedError(str(error)) from None
-    shape = decoder_shape(loaded.config)
-    _check_context(shape, geometry, chunk=chunk, slack=slack)
-    _check_memory(shape, geometry, batch)
-    try:
-        length = rope_length(loaded.config, policy, geometry.sinks_tokens, geometry.window_tokens)
-        rope_frequencies(attrgetter(family.rotary)(loaded.model), length)
+        context = context_tokens(loaded.config, family)
+        caches = plan_caches(observe_layers(loaded.model, family, context), request)
+        _check_context(context, caches, chunk=chunk, slack=slack)
+        _check_memory(caches, batch)
+        for rope, geometry in caches.ropes().items():
+            frequencies_for(loaded.model, family, rope, policy, geometry)
     except ModelError as error:
         raise UnsupportedError(str(error)) from None
     check_finite(loaded.model)
     try:
         with new_bundle(out, overwrite) as part:
-            plan = _plan(loaded, shape, geometry, policy, batch, chunk)
+            plan = _plan(loaded, caches, context, policy, batch, chunk)
             graphs: list[Graph] = []
             roles: tuple[Role, ...] = ("decode", "prefill")
             with WeightsFile(part / WEIGHTS_NAME) as weights:
                 for role in roles:
                     say(f"tracing {role}")
-                    traced = trace_step(loaded.model, family, shape, geometry, role=role, policy=policy, batch=batch, chunk=chunk)
+                    traced = trace_step(loaded.model, family, caches, role=role, policy=policy, batch=batch, chunk=chunk)
                     tokens = 1 if role == "decode" else chunk
                     graphs += _save_graphs(part, weights, simplify(traced), role, tokens, chosen, plan)
             say("writing the manifest")
@@ -135,7 +135,7 @@ def _check_out(out: str | Path) -> Path:
 
 def _check_numbers(
     policy: str, sinks: int | None, window: int | None, capacity: int | None, chunk: int, batch: int, slack: int, dtype: str
-) -> RingGeometry:
+) -> CacheRequest:
     if policy not in get_args(Policy):
         raise InputError(f"policy {policy!r} is not known; use one of {', '.join(get_args(Policy))}")
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -146,36 +146,36 @@ def _check_numbers(
             raise InputError(f"{name}={value!r} is {type(value).__name__}: give a whole number")
     if batch < 1:
         raise GeometryError(f"batch={batch}: must be 1 or more rows")
+    request = CacheRequest(sinks, window, capacity, chunk, slack)
     if capacity is not None:
-        return _linear_geometry(policy, sinks, window, capacity, chunk, slack)
-    sinks, window = SINKS if sinks is None else sinks, WINDOW if window is None else window
-    return RingGeometry.for_chunk(sinks, window, chunk, slack, capacity_multiple=CAPACITY_MULTIPLE)
+        _check_capacity(policy, request, capacity)
+    # What is wrong whatever the model says so before it is loaded.
+    request.geometry()
+    return request
 
 
-def _linear_geometry(policy: str, sinks: int | None, window: int | None, capacity: int, chunk: int, slack: int) -> RingGeometry:
+def _check_capacity(policy: str, request: CacheRequest, capacity: int) -> None:
     if policy == "streaming":
         raise GeometryError(
             f"capacity={capacity} with policy streaming, whose streams have no end: use policy native for a cache of {capacity} tokens, "
             "or sinks and window in its place"
         )
-    for name, value in (("sinks", sinks), ("window", window)):
+    for name, value in (("sinks", request.sinks), ("window", request.window)):
         if value is not None:
             raise GeometryError(
                 f"{name}={value} with capacity={capacity}: every token of such a cache sees all before it; leave out {name} or capacity"
             )
-    if slack:
-        raise GeometryError(f"slack={slack} with capacity={capacity}: any number of tokens can be rolled back then; leave out slack")
-    geometry = RingGeometry.linear(capacity, capacity_multiple=CAPACITY_MULTIPLE)
-    if chunk < 1:
-        raise GeometryError(f"chunk={chunk}: must be 1 or more tokens per prefill call")
-    if chunk > capacity:
-        raise GeometryError(f"chunk={chunk} is more than capacity={capacity}: use a chunk of at most {capacity}, or more capacity")
-    return geometry
+    if request.slack < 0:
+        raise GeometryError(f"slack={request.slack}: must be 0 or more tokens")
+    if request.chunk < 1:
+        raise GeometryError(f"chunk={request.chunk}: must be 1 or more tokens per prefill call")
+    if capacity >= 1 and request.chunk > capacity:
+        raise GeometryError(f"chunk={request.chunk} is more than capacity={capacity}: use a chunk of at most {capacity}, or more capacity")
 
 
-def _check_memory(shape: DecoderShape, geometry: RingGeometry, batch: int) -> None:
+def _check_memory(caches: CachePlan, batch: int) -> None:
     """The trace holds the caches of all rows, and so does whoever runs the bundle."""
-    row_bytes = 2 * shape.layers * shape.kv_heads * geometry.capacity * shape.head_size * 4
+    row_bytes = sum(2 * seen.kv_heads * seen.head_size * 4 * caches.geometry_of(layer).capacity for layer, seen in enumerate(caches.layers))
     present = describe_machine().memory_bytes
     if present is not None and batch * row_bytes > present:
         raise GeometryError(
@@ -192,22 +192,21 @@ def _find_targets(names: Iterable[str]) -> list[Target]:
     return [find_target(name) for name in dict.fromkeys(listed)]
 
 
-def _check_context(shape: DecoderShape, geometry: RingGeometry, *, chunk: int, slack: int) -> None:
+def _check_context(context: int, caches: CachePlan, *, chunk: int, slack: int) -> None:
+    for name, value in (("chunk", chunk), ("slack", slack)):
+        if value > context:
+            raise GeometryError(f"{name}={value} is more than the {context} tokens the model was trained for: use a {name} of at most that")
+    geometry = caches.rings[0].geometry
     sinks, window = geometry.sinks_tokens, geometry.window_tokens
-    if not geometry.wraps and window > shape.context_tokens:
+    if not geometry.wraps and window > context:
         raise GeometryError(
-            f"capacity={window} is more than the {shape.context_tokens} tokens the model was trained for: use at most that, "
+            f"capacity={window} is more than the {context} tokens the model was trained for: use at most that, "
             "or policy streaming for streams without end"
         )
-    for name, value in (("chunk", chunk), ("slack", slack)):
-        if value > shape.context_tokens:
-            raise GeometryError(
-                f"{name}={value} is more than the {shape.context_tokens} tokens the model was trained for: use a {name} of at most that"
-            )
-    if sinks + window > shape.context_tokens:
+    if sinks + window > context:
         raise GeometryError(
-            f"sinks={sinks} and window={window} are {sinks + window} tokens, the model was trained for {shape.context_tokens}: "
-            f"use {f'a window of at most {shape.context_tokens - sinks}' if sinks < shape.context_tokens else 'fewer sinks; 4 suit most'}"
+            f"sinks={sinks} and window={window} are {sinks + window} tokens, the model was trained for {context}: "
+            f"use {f'a window of at most {context - sinks}' if sinks < context else 'fewer sinks; 4 suit most'}"
         )
 
 
@@ -228,20 +227,21 @@ def _save_graphs(
     return graphs
 
 
-def _plan(loaded: LoadedModel, shape: DecoderShape, geometry: RingGeometry, policy: Policy, batch: int, chunk: int) -> Manifest:
+def _plan(loaded: LoadedModel, caches: CachePlan, context: int, policy: Policy, batch: int, chunk: int) -> Manifest:
     """The manifest as far as it is known before anything is written."""
+    first = caches.layers[0]
     return Manifest(
         model=ModelInfo(
             architecture=loaded.architecture,
             source=loaded.source,
             source_sha256=loaded.source_sha256,
-            layers=shape.layers,
-            hidden_size=shape.hidden_size,
-            query_heads=shape.query_heads,
-            kv_heads=shape.kv_heads,
-            head_size=shape.head_size,
-            vocab_size=shape.vocab_size,
-            trained_context_tokens=shape.context_tokens,
+            layers=len(caches.layers),
+            hidden_size=loaded.config.hidden_size,
+            query_heads=first.query_heads,
+            kv_heads=first.kv_heads,
+            head_size=first.head_size,
+            vocab_size=loaded.config.vocab_size,
+            trained_context_tokens=context,
             weight_bytes=0,
         ),
         policy=policy,
@@ -249,21 +249,20 @@ def _plan(loaded: LoadedModel, shape: DecoderShape, geometry: RingGeometry, poli
         chunk=chunk,
         dtype="float32",
         position_limit=POSITION_LIMIT,
-        rings=(Ring(write_index=write_index_name(0), geometry=geometry, layers=tuple(range(shape.layers))),),
+        rings=caches.rings,
         states=tuple(
             StateTensor(
                 name=name,
                 updated=updated_name(name),
-                kind="ring" if geometry.wraps else "linear",
-                shape=(batch, shape.kv_heads, geometry.capacity, shape.head_size),
+                kind="ring" if caches.rings[ring].geometry.wraps else "linear",
+                shape=(batch, caches.layers[layer].kv_heads, caches.rings[ring].geometry.capacity, caches.layers[layer].head_size),
                 dtype="float32",
                 batch_axis=0,
                 initial=0.0,
-                ring=0,
+                ring=ring,
                 layer=layer,
             )
-            for layer in range(shape.layers)
-            for name in ring_names(layer)
+            for layer, ring, name in each_state(caches)
         ),
         graphs=(),
         files=(),

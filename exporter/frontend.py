@@ -1,152 +1,145 @@
 """Front end: a Hugging Face decoder in torch -> a step graph with one RingAttention node per layer.
 
-The model's own code is traced; only three things are hooked, each for the time of the trace: the rotary module (cos and sin from exact
-tables), `apply_rotary_pos_emb` of its modeling file (one RotaryEmbedding node), and the attention function (one RingAttention node).
-Everything else, biases, norms, multipliers, is the model's and is traced as it stands. Whatever touches transformers' internals is here.
+The model's own code is traced, steered by `sinkring.exporter.hooks`: cos and sin come from exact tables, each layer's rotary embedding is
+one node, its attention is one RingAttention node. Everything else, biases, norms, multipliers, is the model's and is traced as it stands.
 """
 
 import logging
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
-from unittest.mock import patch
 
 import onnx_ir as ir
 import torch
 from sinkring.exporter.angles import Angles
+from sinkring.exporter.cache_plan import CachePlan, each_state, ring_names, updated_name
+from sinkring.exporter.hooks import AttentionCall, hooked
 from sinkring.exporter.node import DOMAIN, OP_TYPE
-from sinkring.models.registry import DecoderShape, Family
-from sinkring.models.rope import rope_frequencies, rope_length
+from sinkring.exporter.rotary import frequencies_for
+from sinkring.models.registry import Family
 from sinkring.runtime.errors import UnsupportedError
 from sinkring.runtime.manifest import Role
-from sinkring.runtime.ring import RingGeometry
-from torch.onnx.ops import rotary_embedding, symbolic_multi_out
+from torch import Tensor
+from torch.onnx.ops import symbolic_multi_out
 
-ATTENTION = "sinkring_ring_attention"
 TOKENS, POSITION, ROWS, LOGITS = "tokens", "position", "rows", "logits"
 OPSET = 24
 
 
-def ring_names(layer: int) -> tuple[str, str]:
-    """Names of a layer's two ring inputs; the updated ring is the output `NAME.updated`."""
-    return f"cache.{layer}.k", f"cache.{layer}.v"
-
-
-def updated_name(state: str) -> str:
-    return f"{state}.updated"
-
-
-def write_index_name(ring: int) -> str:
-    return f"write_index.{ring}"
-
-
-@dataclass
-class _Trace:
-    """What the attention hook needs to know about the call being traced, and what it hands back."""
-
-    position: torch.Tensor
-    write_index: torch.Tensor
-    shift: tuple[torch.Tensor, torch.Tensor] | None
-    rings: list[torch.Tensor]
-    updated: list[torch.Tensor | None]
-    geometry: RingGeometry
-    policy: str
-
-
 class _Step(torch.nn.Module):
-    """The traced module: tokens [B,T], position [B], write index [B], (rows [N]), rings -> logits [B,N,V], updated rings."""
+    """The traced module: tokens [B,T], position [B], write indices [B], (rows [N]), rings -> logits [B,N,V], updated rings."""
 
-    clamp: torch.Tensor
-
-    def __init__(self, model: Any, family: Family, geometry: RingGeometry, policy: str) -> None:
+    def __init__(self, model: Any, family: Family, plan: CachePlan, policy: str) -> None:
         super().__init__()
-        self.model = model
-        self.geometry, self.policy = geometry, policy
-        rotary = attrgetter(family.rotary)(model)
-        length = rope_length(model.config, policy, geometry.sinks_tokens, geometry.window_tokens)
-        frequencies, self.attention_scaling = rope_frequencies(rotary, length)
-        self.angles = Angles(frequencies)
-        first_attention = attrgetter(family.layers)(model)[0].self_attn
-        self.modeling = sys.modules[type(first_attention).__module__]
-        self.rotary_class = type(rotary)
-        # From this position on, a sink would lie further back than the model's cache is long.
-        clamp = geometry.sinks_tokens + geometry.window_tokens - 1
-        self.register_buffer("clamp", torch.tensor(clamp, dtype=torch.int64))
+        self.model, self.family, self.plan, self.policy = model, family, plan, policy
+        self.slopes = tuple(family.alibi_slopes(model.config) or ()) if family.alibi_slopes else ()
+        self.angles = torch.nn.ModuleDict()
+        self.scaling: dict[str, float] = {}
+        for rope, geometry in plan.ropes().items():
+            inv_freq, self.scaling[rope] = frequencies_for(model, family, rope, policy, geometry)
+            self.angles[f"angles_{rope}"] = Angles(inv_freq)
+        for index, ring in enumerate(plan.rings):
+            # From this position on, a sink would lie further back than the model's cache is long.
+            clamp = ring.geometry.sinks_tokens + ring.geometry.window_tokens - 1
+            self.register_buffer(f"clamp{index}", torch.tensor(clamp, dtype=torch.int64))
 
     def forward(
-        self, tokens: torch.Tensor, position: torch.Tensor, write_index: torch.Tensor, rows: torch.Tensor | None, rings: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        positions = position[:, None] + torch.arange(tokens.shape[1])[None, :]
-        cos, sin = self.angles(positions)
-        shift = None
-        if self.policy == "streaming" and self.geometry.sinks_tokens:
-            shift_cos, shift_sin = self.angles((positions - self.clamp).clamp(min=0))
-            shift = (shift_cos, -shift_sin)
-        if self.attention_scaling != 1.0:
-            cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
-        trace = _Trace(position, write_index, shift, rings, [None] * len(rings), self.geometry, self.policy)
-        with self._hooked(trace, cos, sin):
+        self, tokens: Tensor, position: Tensor, write_index: list[Tensor], rows: Tensor | None, rings: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        call = _Call(self, tokens, position, write_index, rings)
+        with hooked(self.model, self.family, call.angles, call.attend):
             logits = self.model(
                 input_ids=tokens,
-                position_ids=positions,
+                position_ids=call.positions,
                 use_cache=False,
                 logits_to_keep=0 if rows is None else rows,
             ).logits
-        missing = [index // 2 for index, ring in enumerate(trace.updated) if ring is None]
+        return (logits, *call.updated_rings())
+
+
+class _Call:
+    """One call that is traced: makes each set of angles and of shifts once, and collects the updated rings."""
+
+    def __init__(self, step: _Step, tokens: Tensor, position: Tensor, write_index: list[Tensor], rings: list[Tensor]) -> None:
+        self.step, self.position, self.write_index, self.rings = step, position, write_index, rings
+        self.positions = position[:, None] + torch.arange(tokens.shape[1])[None, :]
+        self.updated: list[Tensor | None] = [None] * len(rings)
+        self.made: dict[tuple[str, int | None], tuple[Tensor, Tensor]] = {}
+
+    def angles(self, rope: str) -> tuple[Tensor, Tensor]:
+        """cos, sin [B,T,R/2] of the tokens' positions; of a set that no layer turns by, as Falcon's with ALiBi, anything."""
+        if rope not in self.step.scaling:
+            return torch.ones(1), torch.zeros(1)
+        if (rope, None) not in self.made:
+            cos, sin = self._table(rope)(self.positions)
+            scaling = self.step.scaling[rope]
+            self.made[rope, None] = (cos, sin) if scaling == 1.0 else (cos * scaling, sin * scaling)
+        return self.made[rope, None]
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """One RingAttention node: attended [B,H,T,D]."""
+        plan, layer = self.step.plan, call.layer
+        observed = plan.layers[layer].rope
+        assert call.rope == observed, f"layer {layer} turns by {call.rope!r}, and by {observed!r} when it was observed"
+        ring = plan.ring_of(layer)
+        geometry = plan.rings[ring].geometry
+        k, v = 2 * layer, 2 * layer + 1
+        # Without sinks, and where nothing says how far away a token is, the policies are one.
+        clamped = self.step.policy == "streaming" and geometry.sinks_tokens > 0 and (call.rope is not None or bool(self.step.slopes))
+        shift = self._shift(call.rope, ring) if clamped and call.rope is not None else (None, None)
+        inputs: list[Tensor | None] = [
+            call.query,
+            call.key,
+            call.value,
+            self.rings[k],
+            self.rings[v],
+            self.position,
+            self.write_index[ring],
+        ]
+        inputs += [*shift, call.sink_logits]
+        while inputs[-1] is None:
+            inputs.pop()
+        attributes: dict[str, Any] = {
+            "sinks": geometry.sinks_tokens,
+            "window": geometry.window_tokens,
+            "slots": geometry.slots,
+            "scale": call.scale,
+            "interleaved": int(self.step.family.interleaved),
+            "policy": "streaming" if clamped else "native",
+        }
+        if call.softcap:
+            attributes["softcap"] = call.softcap
+        if self.step.slopes:
+            attributes["alibi_slopes"] = list(self.step.slopes)
+        attended, self.updated[k], self.updated[v] = symbolic_multi_out(
+            f"{DOMAIN}::{OP_TYPE}",
+            inputs,
+            attributes,
+            dtypes=[call.query.dtype, self.rings[k].dtype, self.rings[v].dtype],
+            shapes=[call.query.shape, self.rings[k].shape, self.rings[v].shape],
+            version=1,
+        )
+        return attended
+
+    def updated_rings(self) -> tuple[Tensor, ...]:
+        missing = [index // 2 for index, ring in enumerate(self.updated) if ring is None]
         assert not missing, f"layers {missing} never called the attention function"
-        return (logits, *(ring for ring in trace.updated if ring is not None))
+        return tuple(ring for ring in self.updated if ring is not None)
 
-    @contextmanager
-    def _hooked(self, trace: _Trace, cos: torch.Tensor, sin: torch.Tensor) -> Iterator[None]:
-        def ring_attention(
-            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scaling: float, **_: Any
-        ) -> tuple[torch.Tensor, None]:
-            k, v = 2 * module.layer_idx, 2 * module.layer_idx + 1
-            geometry = trace.geometry
-            attended, trace.updated[k], trace.updated[v] = symbolic_multi_out(
-                f"{DOMAIN}::{OP_TYPE}",
-                [query, key, value, trace.rings[k], trace.rings[v], trace.position, trace.write_index, *(trace.shift or ())],
-                {
-                    "sinks": geometry.sinks_tokens,
-                    "window": geometry.window_tokens,
-                    "slots": geometry.slots,
-                    "scale": float(scaling),
-                    "interleaved": 0,
-                    "policy": "streaming" if trace.shift else "native",
-                },
-                dtypes=[query.dtype, key.dtype, value.dtype],
-                shapes=[query.shape, trace.rings[k].shape, trace.rings[v].shape],
-                version=1,
-            )
-            return attended.transpose(1, 2), None
+    def _shift(self, rope: str, ring: int) -> tuple[Tensor, Tensor]:
+        """cos, sin [B,T,R/2] of the negative angle that turns a query back to meet the sinks of `ring`."""
+        if (rope, ring) not in self.made:
+            clamp = getattr(self.step, f"clamp{ring}")
+            cos, sin = self._table(rope)((self.positions - clamp).clamp(min=0))
+            self.made[rope, ring] = (cos, -sin)
+        return self.made[rope, ring]
 
-        def apply_rotary(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *_: Any) -> tuple[Any, Any]:
-            return rotary_embedding(query, cos, sin), rotary_embedding(key, cos, sin)
-
-        from transformers import AttentionMaskInterface
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        ALL_ATTENTION_FUNCTIONS.register(ATTENTION, ring_attention)
-        AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
-        before = self.model.config._attn_implementation
-        self.model.config._attn_implementation = ATTENTION
-        try:
-            with (
-                patch.object(self.modeling, "apply_rotary_pos_emb", apply_rotary),
-                patch.object(self.rotary_class, "forward", lambda *_, **__: (cos, sin)),
-            ):
-                yield
-        finally:
-            self.model.config._attn_implementation = before
+    def _table(self, rope: str) -> torch.nn.Module:
+        return self.step.angles[f"angles_{rope}"]
 
 
-def trace_step(
-    model: Any, family: Family, shape: DecoderShape, geometry: RingGeometry, *, role: Role, policy: str, batch: int, chunk: int
-) -> ir.Model:
+def trace_step(model: Any, family: Family, plan: CachePlan, *, role: Role, policy: str, batch: int, chunk: int) -> ir.Model:
     """Trace one step of `model` (float32, on the CPU).
 
     role "decode": T = 1, batch rows, all static; logits [B,1,V]. role "prefill": batch 1, T dynamic in 1 .. chunk, and an input `rows`
@@ -154,29 +147,32 @@ def trace_step(
     """
     rows_count = batch if role == "decode" else 1
     tokens = 1 if role == "decode" else max(chunk, 2)
-    step = _Step(model, family, geometry, policy).eval()
-    rings = [
-        torch.zeros(rows_count, shape.kv_heads, geometry.capacity, shape.head_size, dtype=torch.float32) for _ in range(2 * shape.layers)
-    ]
+    step = _Step(model, family, plan, policy).eval()
+    rings = []
+    for layer, ring, _ in each_state(plan):
+        seen, geometry = plan.layers[layer], plan.rings[ring].geometry
+        rings.append(torch.zeros(rows_count, seen.kv_heads, geometry.capacity, seen.head_size, dtype=torch.float32))
     rows = torch.tensor([0, tokens - 1]) if role == "prefill" else None
     args = (
         torch.zeros(rows_count, tokens, dtype=torch.int64),
         torch.zeros(rows_count, dtype=torch.int64),
-        torch.zeros(rows_count, dtype=torch.int64),
+        [torch.zeros(rows_count, dtype=torch.int64) for _ in plan.rings],
         rows,
         rings,
     )
-    ring_inputs = [name for layer in range(shape.layers) for name in ring_names(layer)]
+    ring_inputs = [name for layer in range(len(plan.layers)) for name in ring_names(layer)]
+    write_indices = [ring.write_index for ring in plan.rings]
     dynamic = None
     if role == "prefill":
-        dynamic = ({1: torch.export.Dim("T", min=1)}, None, None, {0: torch.export.Dim("N", min=1)}, [None] * len(rings))
+        steps, wanted = torch.export.Dim("T", min=1), torch.export.Dim("N", min=1)
+        dynamic = ({1: steps}, None, [None] * len(write_indices), {0: wanted}, [None] * len(rings))
     with torch.no_grad(), _quiet_exporter():
         program = torch.onnx.export(
             step,
             args,
             dynamo=True,
             opset_version=OPSET,
-            input_names=[TOKENS, POSITION, write_index_name(0), *([ROWS] if role == "prefill" else []), *ring_inputs],
+            input_names=[TOKENS, POSITION, *write_indices, *([ROWS] if role == "prefill" else []), *ring_inputs],
             output_names=[LOGITS, *map(updated_name, ring_inputs)],
             dynamic_shapes=dynamic,
             verbose=False,

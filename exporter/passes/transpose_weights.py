@@ -12,11 +12,11 @@ class StoreWeightsTransposed(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph, modified = model.graph, False
         for node in list(graph):
-            if node.op_type != "Transpose" or node.inputs[0] is None or not node.inputs[0].is_initializer():
+            weight = node.inputs[0] if _swaps(node) else None
+            if weight is None or not weight.is_initializer():
                 continue
-            weight = node.inputs[0]
             assert weight.shape is not None, f"{weight.name}: an initializer has a shape"
-            if len(weight.shape) != 2 or any(user.op_type != "Transpose" for user, _ in weight.uses()):
+            if len(weight.shape) != 2 or not all(_swaps(user) for user, _ in weight.uses()):
                 continue
             stored = _transposed(weight)
             if stored.name not in graph.initializers:
@@ -27,6 +27,14 @@ class StoreWeightsTransposed(ir.passes.InPlacePass):
         for name in [name for name, value in graph.initializers.items() if not value.uses() and not value.is_graph_output()]:
             del graph.initializers[name]
         return ir.passes.PassResult(model, modified=modified)
+
+
+def _swaps(node: ir.Node) -> bool:
+    """Whether it is a Transpose of two axes that swaps them; torch writes some that leave them."""
+    if node.op_type != "Transpose":
+        return False
+    order = node.attributes.get("perm")
+    return order is None or list(order.as_ints()) == [1, 0]
 
 
 def _transposed(weight: ir.Value) -> ir.Value:

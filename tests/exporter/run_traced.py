@@ -10,7 +10,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
-from sinkring.exporter.frontend import LOGITS, POSITION, ROWS, TOKENS, write_index_name
+from sinkring.exporter.cache_plan import write_index_name
+from sinkring.exporter.frontend import LOGITS, POSITION, ROWS, TOKENS
 from sinkring.exporter.node import DOMAIN, OP_TYPE, RingAttentionAttributes, ring_attention
 from sinkring.runtime.ring import RingGeometry
 

@@ -6,12 +6,13 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from sinkring.exporter.frontend import ring_names, trace_step, updated_name
+from sinkring.exporter.cache_plan import CachePlan, observe_layers, ring_names, updated_name
+from sinkring.exporter.frontend import trace_step
 from sinkring.exporter.node import DOMAIN, OP_TYPE
 from sinkring.models.oracle import masked_dense_logits, streaming_logits
-from sinkring.models.registry import decoder_shape, find_family
+from sinkring.models.registry import find_family
 from sinkring.runtime.errors import UnsupportedError
-from sinkring.runtime.manifest import Policy, Role
+from sinkring.runtime.manifest import Policy, Ring, Role
 from sinkring.runtime.ring import RingGeometry
 from transformers.models.llama import modeling_llama
 
@@ -23,8 +24,9 @@ GEOMETRY = RingGeometry(2, 4, 6)
 
 
 def trace(model: Any, role: Role = "decode", policy: Policy = "streaming", geometry: RingGeometry = GEOMETRY, batch: int = 1) -> ir.Model:
-    family, shape = find_family(model.config), decoder_shape(model.config)
-    return trace_step(model, family, shape, geometry, role=role, policy=policy, batch=batch, chunk=3)
+    family = find_family(model.config)
+    caches = CachePlan(observe_layers(model, family, 256), (Ring("write_index.0", geometry, tuple(range(model.config.num_hidden_layers))),))
+    return trace_step(model, family, caches, role=role, policy=policy, batch=batch, chunk=3)
 
 
 def ring_nodes(model: ir.Model) -> list[ir.Node]:

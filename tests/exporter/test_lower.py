@@ -9,13 +9,14 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
+from sinkring.exporter.cache_plan import CachePlan, observe_layers
 from sinkring.exporter.frontend import trace_step
 from sinkring.exporter.lower import lower_for, simplify
 from sinkring.exporter.node import DOMAIN
 from sinkring.exporter.targets import TARGETS, find_target
-from sinkring.models.registry import decoder_shape, find_family
+from sinkring.models.registry import find_family
 from sinkring.runtime.errors import UnsupportedError
-from sinkring.runtime.manifest import Role
+from sinkring.runtime.manifest import Ring, Role
 from sinkring.runtime.ring import RingGeometry
 
 from tests.exporter.run_traced import TracedStep, zero_rings
@@ -33,9 +34,9 @@ every_head = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied
 @cache
 def traced(role: Role, tied: bool) -> ir.Model:
     model = tiny_llama(tied=tied, layers=LAYERS, attention_bias=tied)
-    return trace_step(
-        model, find_family(model.config), decoder_shape(model.config), GEOMETRY, role=role, policy="streaming", batch=1, chunk=3
-    )
+    family = find_family(model.config)
+    caches = CachePlan(observe_layers(model, family, 256), (Ring("write_index.0", GEOMETRY, tuple(range(LAYERS))),))
+    return trace_step(model, family, caches, role=role, policy="streaming", batch=1, chunk=3)
 
 
 @cache

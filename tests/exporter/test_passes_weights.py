@@ -24,6 +24,8 @@ g (float[2,3,4] x, int64[2] ids, float[6,4] w) => (float[2,3,6] y, float[2,4] ro
   rows = Gather(w, ids)  t = Transpose<perm=[1,0]>(w)  y = MatMul(x, t) }"""
 UNTIED = """<ir_version: 10, opset_import: ["": 24]>
 g (float[2,3,4] x, float[6,4] w) => (float[2,3,6] y) { t = Transpose<perm=[1,0]>(w)  y = MatMul(x, t) }"""
+LEFT = """<ir_version: 10, opset_import: ["": 24]>
+g (int64[2] ids, float[6,4] w) => (float[2,4] rows) { t = Transpose<perm=[0,1]>(w)  rows = Gather(t, ids) }"""
 UNIT = """<ir_version: 10, opset_import: ["": 24]>
 g (float[2,1,3,4] x) => (float[2,3,1,4] y) { y = Transpose<perm=[0,2,1,3]>(x) }"""
 NO_UNIT = """<ir_version: 10, opset_import: ["": 24]>
@@ -73,10 +75,11 @@ def test_a_pass_changes_the_form_and_not_the_result(
     ("text", "weights", "apply"),
     [
         (TIED, {"w": W}, StoreWeightsTransposed()),
+        (LEFT, {"w": W}, StoreWeightsTransposed()),
         (NO_UNIT, {}, UnitTransposesToReshapes()),
         (UNTIED, {"w": W}, MergeProjections()),
     ],
-    ids=["a tied weight is not stored twice", "an axis longer than 1 moves", "one projection alone"],
+    ids=["a tied weight is not stored twice", "axes that stay in their order", "an axis longer than 1 moves", "one projection alone"],
 )
 def test_a_pass_leaves_alone_what_it_is_not_for(text: str, weights: dict[str, np.ndarray], apply: Callable[[ir.Model], object]) -> None:
     model = parse(text, weights)

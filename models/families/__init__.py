@@ -1,0 +1,1 @@
+"""One file per family: how it differs from what most decoders of transformers do."""

@@ -1,0 +1,5 @@
+"""Cohere: interleaved pairs, parallel residual, scaled logits."""
+
+from sinkring.models.registry import Family
+
+COHERE = Family(name="cohere", examples="Command R", interleaved=True)

@@ -1,0 +1,5 @@
+"""Gemma 2: capped scores and logits, sliding-window and full layers in turn."""
+
+from sinkring.models.registry import Family
+
+GEMMA2 = Family(name="gemma2", examples="Gemma 2 2B, 9B, 27B")

@@ -1,0 +1,5 @@
+"""gpt-oss: a learned sink logit for each head, sliding-window and full layers in turn, a mixture of experts."""
+
+from sinkring.models.registry import Family
+
+GPT_OSS = Family(name="gpt_oss", examples="gpt-oss 20B, 120B")

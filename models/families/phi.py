@@ -1,0 +1,5 @@
+"""Phi: parallel residual, part of each head turns."""
+
+from sinkring.models.registry import Family
+
+PHI = Family(name="phi", examples="Phi-1, Phi-1.5, Phi-2", partial=True)

@@ -1,0 +1,5 @@
+"""Qwen3: queries and keys are normalized."""
+
+from sinkring.models.registry import Family
+
+QWEN3 = Family(name="qwen3", examples="Qwen3")

@@ -1,0 +1,5 @@
+"""StableLM: part of each head turns."""
+
+from sinkring.models.registry import Family
+
+STABLELM = Family(name="stablelm", examples="StableLM 2, StableLM Zephyr", partial=True)
