@@ -31,7 +31,7 @@ def test_memory_is_poisoned_bounded_and_late() -> None:
     assert (cuda.bytes_at(host, 8, pinned=True) != 1).all()
     cuda.cudaStreamSynchronize(STREAM)
     assert (cuda.bytes_at(host, 8, pinned=True) == 1).all()
-    with pytest.raises(AssertionError, match="9 bytes at .* are not within device memory"):
+    with pytest.raises(AssertionError, match=r"9 bytes at .* are not within device memory"):
         cuda.cudaMemsetAsync(address, 0, 9, STREAM)
 
 
