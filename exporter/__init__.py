@@ -7,16 +7,18 @@ if TYPE_CHECKING:
     from sinkring.exporter.build import build_engine
     from sinkring.exporter.conformance.suite import check_conformance
     from sinkring.exporter.export import export_decoder
+    from sinkring.exporter.perplexity import measure_perplexity
     from sinkring.exporter.validate import validate_bundle
 
 _HOMES = {
     "export_decoder": "sinkring.exporter.export",
     "build_engine": "sinkring.exporter.build",
     "check_conformance": "sinkring.exporter.conformance.suite",
+    "measure_perplexity": "sinkring.exporter.perplexity",
     "validate_bundle": "sinkring.exporter.validate",
 }
 
-__all__ = ["build_engine", "check_conformance", "export_decoder", "validate_bundle"]
+__all__ = ["build_engine", "check_conformance", "export_decoder", "measure_perplexity", "validate_bundle"]
 
 
 def __getattr__(name: str) -> Any:

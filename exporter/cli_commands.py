@@ -227,6 +227,58 @@ def validate_command(
         raise typer.Exit(VALIDATION_FAILED)
 
 
+@app.command("perplexity")
+def perplexity_command(
+    source: Annotated[str, typer.Argument(metavar="BUNDLE|MODEL", help="A bundle, or a model as `export` takes it.")],
+    text: Annotated[str, typer.Option(metavar="FILE", help="UTF-8 text, or by name: topics, kjv.", show_default=False)],
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="dense, window, recompute, streaming, native or oracle; may be given again. Default: the first five.", show_default=False
+        ),
+    ] = None,
+    sinks: Annotated[int | None, typer.Option(help="Of a model. Default: 4.", show_default=False)] = None,
+    window: Annotated[int | None, typer.Option(help="Of a model. Default: 256.", show_default=False)] = None,
+    starts: Annotated[int, typer.Option(help="Pieces of the text, evenly spread.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Tokens of each piece.")] = 1280,
+    recompute_every: Annotated[int, typer.Option(help="Policy recompute scores one token in so many.")] = 64,
+    bundles: Annotated[str, typer.Option(metavar="FOLDER", help="Where other configurations are exported to.")] = "bundles/perplexity",
+    out: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Write the curve there: perplexity.csv and perplexity.png.", show_default=False)
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: all cores.", show_default=False)] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare ways of keeping a long text's past by how well the model predicts it: all, a window, sinks and a window."""
+    with needs_extra("export", "perplexity"):
+        from sinkring.exporter.perplexity import measure_perplexity
+        from sinkring.exporter.perplexity_policies import POLICIES
+    from sinkring.exporter.cli_perplexity import print_perplexity
+    from sinkring.exporter.perplexity_files import write_curves
+
+    with progress_bars() as progress:
+        found = measure_perplexity(
+            source,
+            text,
+            policies=policy or POLICIES,
+            sinks=sinks,
+            window=window,
+            starts=starts,
+            tokens=tokens,
+            recompute_every=recompute_every,
+            bundles=bundles,
+            threads=threads,
+            progress=progress,
+        )
+    files = [str(path) for path in write_curves(found, Path(out))] if out else []
+    if as_json:
+        print_json({**found.to_dict(), "files": files})
+    else:
+        print_perplexity(found)
+        for path in files:
+            print(path)
+
+
 @app.command("inspect")
 def inspect_command(bundle: BundleArgument, as_json: JsonOption = False) -> None:
     """Show what a bundle holds, and hold its parts against one another."""

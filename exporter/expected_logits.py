@@ -56,7 +56,7 @@ def compute_expected(
     Raises BundleError if the source is missing or is not what the bundle was exported from, UnsupportedError for what the oracle refuses.
     """
     source = model or manifest.model.source
-    _check_source(bundle, manifest, source)
+    check_source(bundle, manifest, source)
     progress("loading the model", 0, 1)
     try:
         network = load_model(source).model
@@ -106,7 +106,7 @@ def _logits(policy: Policy, network: Any, ids: NDArray[np.int64], sinks: int, wi
     return oracle(network, torch.from_numpy(ids), sinks, window)
 
 
-def _check_source(bundle: str, manifest: Manifest, source: str) -> None:
+def check_source(bundle: str, manifest: Manifest, source: str) -> None:
     """The oracle must read the very weights that were exported: other weights of the same shape would only look like a broken bundle."""
     try:
         found = resolve_source(source).sha256()
