@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 import onnx
+from sinkring.exporter.builder_options import BuilderOptions
 from sinkring.exporter.bundle_writer import locked, sha256_of
 from sinkring.exporter.engine_builder import Progress, ShapeRange, check_sm, compile_engine, load_builder, present_sm
 from sinkring.exporter.plan import PlanReport, read_plan
@@ -38,6 +39,8 @@ class BuildReport:
     sm: int
     builder_version: str
     dtype: str
+    optimization_level: int | None
+    workspace_mib: int | None
     engine_path: str
     engine_bytes: int
     build_s: float
@@ -58,18 +61,25 @@ def build_engine(
     target: str = "tensorrt-rtx",
     sm: Sequence[int] | None = None,
     *,
+    optimization_level: int | None = None,
+    workspace_mib: int | None = None,
+    timing_cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> list[BuildReport]:
     """Build an engine from every graph that `bundle` holds for `target`, for every compute capability in `sm`.
 
     sm: 10 x major + minor; default 89 for "tensorrt-rtx", which needs no GPU, and the GPU that is present for "tensorrt".
+    optimization_level, workspace_mib, timing_cache: see BuilderOptions; only "tensorrt" has timings to keep.
     progress: called with (phase, steps done, steps in all) while building; an exception from it cancels the build.
     Each finished engine is in the manifest before the next is begun. An older one for the same graph, target and sm is replaced.
 
-    Raises UnsupportedError (target, sm), DependencyError (package, driver), BundleError (missing or damaged files, no graph for the
-    target), BuildError (graph refused, or a plan that copies a cache; see PlanReport.faults).
+    Raises UnsupportedError (target, sm), DependencyError (package, driver), InputError (options), BundleError (missing or damaged files,
+    no graph for the target, a timing cache of another builder), BuildError (graph refused, or a plan that copies a cache; see
+    PlanReport.faults).
     """
     folder = Path(bundle)
+    options = BuilderOptions(optimization_level, workspace_mib, None if timing_cache is None else Path(timing_cache))
+    options.check_target(target)
     trt = load_builder(target)
     manifest = Manifest.read(folder)
     check_consistent(folder, manifest)
@@ -82,10 +92,10 @@ def build_engine(
     checked: dict[str, str] = {}
     for graph in graphs:
         _check_files(folder, manifest, graph, checked)
-    return [_build_one(folder, trt, graph, one, progress) for graph in graphs for one in sms]
+    return [_build_one(folder, trt, graph, one, options, progress) for graph in graphs for one in sms]
 
 
-def _build_one(folder: Path, trt: ModuleType, graph: Graph, sm: int, progress: Progress | None) -> BuildReport:
+def _build_one(folder: Path, trt: ModuleType, graph: Graph, sm: int, options: BuilderOptions, progress: Progress | None) -> BuildReport:
     manifest = Manifest.read(folder)
     # Again for each: a build takes minutes, in which the bundle may have been exported anew.
     _check_file(folder, manifest.file(graph.path), {})
@@ -102,7 +112,7 @@ def _build_one(folder: Path, trt: ModuleType, graph: Graph, sm: int, progress: P
         assert progress is not None
         progress(f"{graph.role} sm{sm}: {phase}", done, steps)
 
-    compiled = compile_engine(trt, graph.target, folder / graph.path, sm, profiles, named if progress is not None else None)
+    compiled = compile_engine(trt, graph.target, folder / graph.path, sm, profiles, named if progress is not None else None, options)
     plan = read_plan(compiled.plan_text, states, graph.tokens)
     report = BuildReport(
         role=graph.role,
@@ -110,6 +120,8 @@ def _build_one(folder: Path, trt: ModuleType, graph: Graph, sm: int, progress: P
         sm=sm,
         builder_version=trt.__version__,
         dtype=manifest.dtype,
+        optimization_level=options.optimization_level,
+        workspace_mib=options.workspace_mib,
         engine_path=engine_path,
         engine_bytes=compiled.engine.nbytes,
         build_s=round(compiled.build_s, 3),

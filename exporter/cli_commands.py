@@ -107,6 +107,16 @@ def build_command(
         str | None,
         typer.Option(help="Compute capabilities as 10 x major + minor, with commas: 89,120. Default 89, or the GPU.", show_default=False),
     ] = None,
+    optimization_level: Annotated[
+        int | None, typer.Option(help="0 builds quickly, 5 searches longest. Default: the builder's.", show_default=False)
+    ] = None,
+    workspace: Annotated[
+        int | None, typer.Option(metavar="MIB", help="Most scratch memory of a kernel. Default: the builder's.", show_default=False)
+    ] = None,
+    timing_cache: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With tensorrt: kernel timings, read and written, for quicker builds.", show_default=False),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Build engines from a bundle and check their plans."""
@@ -117,7 +127,15 @@ def build_command(
     from sinkring.exporter.engine_summary import EngineSummary
 
     with progress_bars() as progress:
-        built = build_engine(bundle, target, sms, progress=progress)
+        built = build_engine(
+            bundle,
+            target,
+            sms,
+            optimization_level=optimization_level,
+            workspace_mib=workspace,
+            timing_cache=timing_cache,
+            progress=progress,
+        )
     reports = [json.loads(report.to_json()) for report in built]
     if as_json:
         print_json({"bundle": str(bundle), "engines": reports})

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from sinkring.exporter.builder_options import BuilderOptions
 from sinkring.exporter.plan_kernels import read_kernels
 from sinkring.runtime.backends.engine import MODULES, load_tensorrt
 from sinkring.runtime.errors import BuildError, DependencyError, UnsupportedError
@@ -87,6 +88,7 @@ def compile_engine(
     sm: int,
     profiles: Mapping[str, ShapeRange],
     progress: Progress | None = None,
+    options: BuilderOptions = BuilderOptions(),  # noqa: B008  # frozen
 ) -> CompiledEngine:
     """Parse `onnx_path` (external weights beside it), strongly typed, and compile it for `sm`.
 
@@ -112,6 +114,9 @@ def compile_engine(
     if target == "tensorrt-rtx":
         config.num_compute_capabilities = 1
         config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), 0)
+        # Fail here rather than at run time where an engine could not be captured as a CUDA graph.
+        config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    options.apply(trt, config)
     if profiles:
         profile = builder.create_optimization_profile()
         for name, (smallest, best, largest) in profiles.items():
@@ -125,6 +130,7 @@ def compile_engine(
         raise monitor.stopped_by
     if serialized is None:
         raise BuildError(f"{onnx_path.name}: {target} {trt.__version__} could not build for sm={sm}: {log.errors() or 'no reason given'}")
+    options.keep_timings(config)
     engine = memoryview(serialized)
     plan_text = log.text() if read_kernels(log.text()) else _inspect(trt, log, engine)
     return CompiledEngine(engine, log.text(), plan_text, time.monotonic() - started)
