@@ -50,12 +50,16 @@ class Backend(Protocol):
 
 def open_backend(name: str, bundle: Path, manifest: Manifest, target: str | None, options: dict[str, Any]) -> Backend:
     """Open the backend called `name`. `target` picks the graphs by what they were lowered for; by default the backend's own."""
+    if name == "onnxruntime" and options.get("device", "cpu") != "cpu":
+        from sinkring.runtime.backends.onnxruntime_cuda import open_onnxruntime_cuda
+
+        return open_onnxruntime_cuda(bundle, manifest, target or "onnxruntime", **options)
     if name == "onnxruntime":
         from sinkring.runtime.backends.onnxruntime import OnnxRuntimeBackend
 
         return OnnxRuntimeBackend(bundle, manifest, target or "onnxruntime", **options)
     if name in ("tensorrt", "tensorrt-rtx"):
-        from sinkring.runtime.backends.tensorrt import TensorRtBackend
+        from sinkring.runtime.backends.tensorrt import open_tensorrt
 
-        return TensorRtBackend(bundle, manifest, name, target or name, **options)
+        return open_tensorrt(bundle, manifest, name, target or name, **options)
     raise UnsupportedError(f"backend {name!r} is not known; use onnxruntime, tensorrt or tensorrt-rtx")

@@ -19,11 +19,11 @@ ALIGNMENT_BYTES = 256
 class Device:
     """The first GPU that CUDA sees (CUDA_VISIBLE_DEVICES picks another). sm: compute capability, 10 x major + minor.
 
-    backend: named in errors. Raises DependencyError without cuda-python, a driver or a GPU.
+    backend, extra: named in errors, as what needs CUDA and what brings it. Raises DependencyError without cuda-python, a driver or a GPU.
     """
 
-    def __init__(self, backend: str) -> None:
-        self._cudart = _load_runtime(backend)
+    def __init__(self, backend: str, extra: str) -> None:
+        self._cudart = _load_runtime(backend, extra)
         self._memory: list[tuple[Callable[[int], Any], int]] = []
         self._graphs: list[Any] = []
         cudart = self._cudart
@@ -154,12 +154,12 @@ def aligned(size_bytes: int) -> int:
     return size_bytes + -size_bytes % ALIGNMENT_BYTES
 
 
-def _load_runtime(backend: str) -> Any:
+def _load_runtime(backend: str, extra: str) -> Any:
     try:
         return import_module("cuda.bindings.runtime")
     except ImportError as error:
         raise DependencyError(
-            f"backend {backend!r} needs the Python package cuda.bindings ({error}): pip install 'sinkring[{backend}]'"
+            f"backend {backend!r} needs the Python package cuda.bindings ({error}): pip install 'sinkring[{extra}]'"
         ) from None
 
 

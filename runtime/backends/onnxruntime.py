@@ -28,21 +28,22 @@ _NUMPY_NAMES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tenso
 
 
 class OnnxRuntimeBackend:
-    """See Backend. threads: intra-op threads, default all cores.
+    """See Backend. device: "cpu". threads: intra-op threads, default all cores.
 
     Raises InputError for an option that is unknown or out of range, BundleError for a graph that cannot be loaded or
     is not as the manifest says.
     """
 
     name = "onnxruntime"
-    device = "cpu"
 
-    def __init__(self, bundle: Path, manifest: Manifest, target: str, *, threads: int | None = None, **unknown: Any) -> None:
+    def __init__(
+        self, bundle: Path, manifest: Manifest, target: str, *, device: str = "cpu", threads: int | None = None, **unknown: Any
+    ) -> None:
         if unknown:
-            raise InputError(f"option {sorted(unknown)[0]!r} is not known to the backend onnxruntime; it takes: threads")
+            raise InputError(f"option {sorted(unknown)[0]!r} is not known to the backend onnxruntime; it takes: device, threads")
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= _MOST_THREADS):
             raise InputError(f"threads={threads!r}: must be a whole number, 1 to {_MOST_THREADS}")
-        self._manifest = manifest
+        self._manifest, self.device = manifest, device
         self._decode = _session(bundle, manifest, manifest.graph("decode", target), threads)
         self._prefill = _session(bundle, manifest, manifest.graph("prefill", target), threads)
         batch, vocab = manifest.batch, manifest.model.vocab_size
@@ -143,7 +144,6 @@ class OnnxRuntimeBackend:
 
 def _session(bundle: Path, manifest: Manifest, graph: Graph, threads: int | None) -> Any:
     options = ort.SessionOptions()
-    options.log_severity_level = _ERRORS_ONLY
     if threads is not None:
         options.intra_op_num_threads = threads
     # Prepacking copies every weight into anonymous memory, per session; unpacked, both sessions read the same mapped file.
@@ -151,8 +151,14 @@ def _session(bundle: Path, manifest: Manifest, graph: Graph, threads: int | None
     if graph.role == "prefill":
         # A pattern is kept for each shape that was ever seen, and T varies.
         options.enable_mem_pattern = False
+    return open_session(bundle, manifest, graph, options, ["CPUExecutionProvider"])
+
+
+def open_session(bundle: Path, manifest: Manifest, graph: Graph, options: Any, providers: list[Any]) -> Any:
+    """An InferenceSession of a graph that is what the manifest says. Raises BundleError."""
+    options.log_severity_level = _ERRORS_ONLY
     try:
-        session = ort.InferenceSession(str(bundle / graph.path), options, providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(str(bundle / graph.path), options, providers=providers)
     except Exception as error:  # onnxruntime raises classes of its own for each status code
         raise BundleError(
             f"{bundle / graph.path}: onnxruntime {ort.__version__} cannot load it ({' '.join(str(error).split())}); export again"

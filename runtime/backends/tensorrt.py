@@ -1,189 +1,27 @@
-"""TensorRT and TensorRT-RTX: the engines that `sinkring build` made, on one NVIDIA GPU.
+"""TensorRT and TensorRT-RTX: the engines that `sinkring build` made, on one NVIDIA GPU."""
 
-All memory is allocated at opening: state, inputs, outputs, and the scratch that both engines share, since they run one after the other.
-Each cache is bound as input and as output at the one address that the engine's alias asks for, and the prefill engine to one row's slice
-of it. A decode step is one captured CUDA graph: inputs from pinned host memory, the engine, logits to pinned host memory.
-"""
-
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from sinkring.runtime.backends.cuda import Device, aligned
-from sinkring.runtime.backends.device_states import DeviceStates
+from sinkring.runtime.backends.cuda import Device
+from sinkring.runtime.backends.device_backend import DeviceBackend
 from sinkring.runtime.backends.engine import LoadedEngine, load_tensorrt
-from sinkring.runtime.errors import BundleError, InputError
-from sinkring.runtime.manifest import Manifest, Ring, Role
+from sinkring.runtime.errors import InputError
+from sinkring.runtime.manifest import Manifest
 
 
-class TensorRtBackend:
-    """See Backend. name: "tensorrt" or "tensorrt-rtx". cuda_graph=False enqueues each step by itself, to tell apart what is at fault.
+def open_tensorrt(bundle: Path, manifest: Manifest, name: str, target: str, *, cuda_graph: bool = True, **unknown: Any) -> DeviceBackend:
+    """name: "tensorrt" or "tensorrt-rtx". cuda_graph=False enqueues each step by itself, to tell apart what is at fault.
 
     Raises InputError for an unknown option, DependencyError without the packages, a driver or a GPU, BundleError for engines that are
     missing, stale or not as the manifest says, DeviceError when the GPU's memory does not suffice.
     """
-
-    def __init__(self, bundle: Path, manifest: Manifest, name: str, target: str, *, cuda_graph: bool = True, **unknown: Any) -> None:
-        if unknown:
-            raise InputError(f"option {sorted(unknown)[0]!r} is not known to the backend {name}; it takes: cuda_graph")
-        if not isinstance(cuda_graph, bool):
-            raise InputError(f"cuda_graph={cuda_graph!r}: must be True or False")
-        if target != name:
-            raise InputError(f"target {target!r} with backend {name!r}: it runs the engines of its own target; leave out target")
-        trt = load_tensorrt(name)
-        self.name = name
-        self._manifest = manifest
-        self._device = Device(name)
-        self.device = self._device.name
-        self._engines: list[LoadedEngine] = []
-        try:
-            self._open(trt, bundle, cuda_graph)
-        except BaseException:
-            self.close()
-            raise
-
-    def decode(self, idle: Sequence[int] = ()) -> None:
-        for ring, index in zip(self._manifest.rings, self.write_index, strict=True):
-            _check_room(ring, index, 1)
-        if idle:
-            self._states.keep(idle, self.write_index)
-        if self._graph is None:
-            self._step()
-        else:
-            self._device.launch(self._graph)
-        if idle:
-            self._states.put_back(idle, self.write_index)
-        self._device.synchronize()
-
-    def prefill(
-        self, row: int, tokens: NDArray[np.int64], position: int, write_index: tuple[int, ...], all_logits: bool
-    ) -> NDArray[np.float32]:
-        count = len(tokens)
-        wanted = count if all_logits else 1
-        inputs = self._prefill_inputs
-        inputs.host["tokens"][0, :count] = tokens
-        inputs.host["rows"][:wanted] = np.arange(count - wanted, count)
-        inputs.host["position"][0] = position
-        for ring, index in zip(self._manifest.rings, write_index, strict=True):
-            inputs.host[ring.write_index][0] = index
-            _check_room(ring, inputs.host[ring.write_index], count)
-        self._bind_row(row)
-        self._prefill.set_shape("tokens", (1, count))
-        self._prefill.set_shape("rows", (wanted,))
-        inputs.upload(self._device)
-        self._prefill.enqueue()
-        self._device.copy_out(self._chunk_logits[:wanted], self._logits_address)
-        self._device.synchronize()
-        return self._chunk_logits[:wanted]
-
-    def read_row(self, row: int) -> dict[str, NDArray[Any]]:
-        return self._states.read_row(row)
-
-    def write_row(self, row: int, state: dict[str, NDArray[Any]]) -> None:
-        self._states.write_row(row, state)
-
-    def reset_row(self, row: int) -> None:
-        self._states.reset_row(row)
-
-    def addresses(self) -> dict[str, int]:
-        return self._states.addresses()
-
-    def close(self) -> None:
-        while self._engines:
-            self._engines.pop().close()
-        self._device.close()
-
-    def _open(self, trt: Any, bundle: Path, cuda_graph: bool) -> None:
-        manifest, device = self._manifest, self._device
-        batch, chunk, vocab = manifest.batch, manifest.chunk, manifest.model.vocab_size
-        roles: tuple[Role, ...] = ("decode", "prefill")
-        for role in roles:
-            self._engines.append(LoadedEngine(trt, device, bundle, manifest, role, self.name))
-        self._decode, self._prefill = self._engines
-        self._states = DeviceStates(device, manifest)
-        indices = [ring.write_index for ring in manifest.rings]
-        self._decode_inputs = _Inputs(device, {"tokens": (batch, 1), "position": (batch,), **dict.fromkeys(indices, (batch,))})
-        self._prefill_inputs = _Inputs(device, {"tokens": (1, chunk), "rows": (chunk,), "position": (1,), **dict.fromkeys(indices, (1,))})
-        self.tokens, self.position = self._decode_inputs.host["tokens"], self._decode_inputs.host["position"]
-        self.write_index = tuple(self._decode_inputs.host[name] for name in indices)
-        self.logits = device.pinned((batch, 1, vocab), np.float32)
-        self._chunk_logits = device.pinned((chunk, vocab), np.float32)
-        # One for both engines: what a run leaves there has been copied out before the next begins.
-        self._logits_address = device.allocate(max(self.logits.nbytes, self._chunk_logits.nbytes), "logits")
-        scratch_bytes = aligned(max(engine.scratch_bytes for engine in self._engines))
-        scratch = device.allocate(scratch_bytes, "scratch of the engines")
-        for engine, inputs in ((self._decode, self._decode_inputs), (self._prefill, self._prefill_inputs)):
-            engine.use_scratch(scratch, scratch_bytes)
-            for name, address in inputs.addresses.items():
-                engine.bind(name, address)
-            engine.bind("logits", self._logits_address)
-        for state in manifest.states:
-            for name in (state.name, state.updated):
-                self._decode.bind(name, self._states.row_address(state, 0))
-        self._bound_row: int | None = None
-        self._warm_up(cuda_graph)
-
-    def _warm_up(self, cuda_graph: bool) -> None:
-        """Run everything once, then capture a step: an engine allocates in its first run, which a capture does not allow."""
-        self._graph: Any = None
-        for row in range(self._manifest.batch):
-            self._states.reset_row(row)
-        self.prefill(0, np.zeros(self._manifest.chunk, np.int64), 0, (0,) * len(self._manifest.rings), False)
-        self._step()
-        self._device.synchronize()
-        if cuda_graph:
-            if not self._decode.capturable():
-                raise BundleError(f"{self._decode.path}: cannot be captured as a CUDA graph; build it again, or open with cuda_graph=False")
-            self._graph = self._device.capture(self._step)
-        # The warm-up wrote to the caches.
-        for row in range(self._manifest.batch):
-            self._states.reset_row(row)
-
-    def _step(self) -> None:
-        self._decode_inputs.upload(self._device)
-        self._decode.enqueue()
-        self._device.copy_out(self.logits, self._logits_address)
-
-    def _bind_row(self, row: int) -> None:
-        if row == self._bound_row:
-            return
-        self._bound_row = None
-        for state in self._manifest.states:
-            for name in (state.name, state.updated):
-                self._prefill.bind(name, self._states.row_address(state, row))
-        self._bound_row = row
-
-
-def _check_room(ring: Ring, write_index: NDArray[np.int64], tokens: int) -> None:
-    """Raises InputError for a write that runs past the end of a cache: TensorRT would drop it without a word."""
-    capacity = ring.geometry.capacity
-    for row, index in enumerate(write_index.tolist()):
-        if not 0 <= index <= capacity - tokens:
-            raise InputError(
-                f"{ring.write_index}: row {row} writes {tokens} tokens from slot {index}, the cache has C={capacity} slots; split the run "
-                "of tokens where the ring wraps"
-            )
-
-
-class _Inputs:
-    """int64 inputs of one engine, side by side in pinned memory and on the device, so that one copy takes them all over.
-
-    host: an array for each, by name, to be filled in; addresses: where the engine finds them.
-    """
-
-    def __init__(self, device: Device, shapes: dict[str, tuple[int, ...]]) -> None:
-        sizes = {name: aligned(8 * int(np.prod(shape))) for name, shape in shapes.items()}
-        self._whole = device.pinned((sum(sizes.values()) // 8,), np.int64)
-        self._address = device.allocate(self._whole.nbytes, "inputs")
-        self.host: dict[str, NDArray[np.int64]] = {}
-        self.addresses: dict[str, int] = {}
-        at = 0
-        for name, shape in shapes.items():
-            self.host[name] = self._whole[at // 8 :][: int(np.prod(shape))].reshape(shape)
-            self.addresses[name] = self._address + at
-            at += sizes[name]
-
-    def upload(self, device: Device) -> None:
-        device.copy_in(self._address, self._whole)
+    if unknown:
+        raise InputError(f"option {sorted(unknown)[0]!r} is not known to the backend {name}; it takes: cuda_graph")
+    if not isinstance(cuda_graph, bool):
+        raise InputError(f"cuda_graph={cuda_graph!r}: must be True or False")
+    if target != name:
+        raise InputError(f"target {target!r} with backend {name!r}: it runs the engines of its own target; leave out target")
+    trt = load_tensorrt(name)
+    device = Device(name, extra=name)
+    return DeviceBackend(name, manifest, device, lambda role: LoadedEngine(trt, device, bundle, manifest, role, name), cuda_graph)

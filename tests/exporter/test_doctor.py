@@ -45,7 +45,7 @@ def test_ranges_are_those_of_pyproject() -> None:
     ranges = wanted_ranges()
     assert ranges["numpy"] == Range("2.0", "")
     assert ranges["onnxruntime"] == Range("1.30", "cpu")
-    assert ranges["cuda-bindings"] == Range("12.6", "tensorrt")
+    assert ranges["cuda-bindings"] == Range("12.6", "gpu")
 
 
 def test_missing_package_says_what_for_and_how(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from sinkring.runtime import Decoder, open_bundle
 from sinkring.runtime.backends import device_states
-from sinkring.runtime.backends.tensorrt import TensorRtBackend
+from sinkring.runtime.backends.device_backend import DeviceBackend
 
 from tests.runtime.cuda_double import CudaDouble
 from tests.runtime.engine_case import install_doubles, with_engines
@@ -163,7 +163,7 @@ def test_a_snapshot_goes_over_to_onnxruntime(decoder: Decoder, tmp_path: Path) -
 
 def test_closing_frees_everything(bundle: Path, trt: TensorRtDouble, cuda: CudaDouble) -> None:
     decoder = open_bundle(bundle, "tensorrt-rtx")
-    assert isinstance(decoder.backend, TensorRtBackend)
+    assert isinstance(decoder.backend, DeviceBackend)
     assert cuda.allocated
     assert cuda.open_streams == len(cuda.graphs) == 1
     decoder.close()
