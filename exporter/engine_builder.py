@@ -111,6 +111,8 @@ def compile_engine(
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     # One stream: a second one puts waits into every step and makes the step harder to capture as a CUDA graph.
     config.max_aux_streams = 0
+    # It rounds the factors of fp32 products to 10 bits, which is not what the graph says.
+    config.clear_flag(trt.BuilderFlag.TF32)
     if target == "tensorrt-rtx":
         config.num_compute_capabilities = 1
         config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), 0)

@@ -7,7 +7,7 @@ from sinkring.exporter.verdict import GROWTH_LIMIT, GROWTH_NOISE
 
 
 def check_agreement(subject: Subject) -> Check:
-    """The same tokens at a few ages through each decode graph, token by token, and through prefill in one call."""
+    """The same tokens at a few ages through each decode graph and engine, token by token, and through prefill in one call."""
     tokens = len(subject.ids)
     count = min(32 if subject.full else 8, tokens // 3)
     starts = sorted({0, min(subject.full_at, tokens - count), tokens - count})
@@ -19,6 +19,9 @@ def check_agreement(subject: Subject) -> Check:
     prefill = {subject.manifest.graph("prefill", graph.target).path: graph.target for graph in subject.manifest.graphs}
     for path, target in sorted(prefill.items()):
         forms[path] = _run(subject, target, starts, count, by_step=False)
+    if subject.runs_engines:
+        forms[f"the decode engine of {subject.backend}"] = _run(subject, None, starts, count, by_step=True)
+        forms[f"the prefill engine of {subject.backend}"] = _run(subject, None, starts, count, by_step=False)
     subject.say("I12", len(targets) + 1, len(targets) + 1)
     worst, where = 0.0, ""
     faults = []
@@ -45,7 +48,7 @@ def check_agreement(subject: Subject) -> Check:
     )
 
 
-def _run(subject: Subject, target: str, starts: list[int], count: int, by_step: bool) -> list[Logits]:
+def _run(subject: Subject, target: str | None, starts: list[int], count: int, by_step: bool) -> list[Logits]:
     """float32 [count,V] from each start."""
     windows = []
     with subject.open(target) as decoder, decoder.stream() as stream:

@@ -99,7 +99,8 @@ def _of_bundles(subject: Subject) -> Iterator[Refusal]:
 
     yield Refusal("an unknown backend", with_backend("nonesuch"), UnsupportedError, "nonesuch")
     yield Refusal("an unknown option", with_backend(subject.backend, nonesuch=1), InputError, "nonesuch")
-    yield Refusal("no threads", with_backend(subject.backend, threads=0), InputError, "threads=0")
+    if subject.backend == "onnxruntime":
+        yield Refusal("no threads", with_backend(subject.backend, threads=0), InputError, "threads=0")
     yield Refusal("graphs of an unknown target", with_backend(subject.backend, target="nonesuch"), BundleError, "nonesuch")
     yield Refusal("an engine for an unknown target", lambda: build_engine(subject.path, target="nonesuch"), UnsupportedError, "nonesuch")
     if subject.geometry.wraps:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sinkring.exporter.expected_logits import Expected, Progress
 from sinkring.exporter.reference_text import ReferenceIds
+from sinkring.runtime.backends.engine import MODULES
 from sinkring.runtime.decoder import Decoder, open_bundle
 from sinkring.runtime.manifest import Manifest
 from sinkring.runtime.ring import RingGeometry
@@ -53,9 +54,15 @@ class Subject:
         """A position from which on each token overwrites another one; in a cache that never does, one with room behind it."""
         return self.geometry.capacity + 1 if self.geometry.wraps else len(self.ids) // 2
 
+    @property
+    def runs_engines(self) -> bool:
+        """Whether the backend runs engines, which are those of its own target, and not the graphs themselves."""
+        return self.backend in MODULES
+
     def open(self, target: str | None = None) -> Decoder:
-        """A decoder of its own, with fresh state. Close it."""
-        return open_bundle(self.path, self.backend, target=target, verify=False)
+        """A decoder of its own, with fresh state. Close it. With a target its graphs themselves are run."""
+        backend = "onnxruntime" if target is not None and self.runs_engines else self.backend
+        return open_bundle(self.path, backend, target=target, verify=False)
 
     def off(self, logits: Logits, position: int) -> float:
         """Largest |error| of logits [V] or [T,V] against the oracle's from `position` on; infinite if one is not finite."""

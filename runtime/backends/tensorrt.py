@@ -20,6 +20,7 @@ def open_tensorrt(bundle: Path, manifest: Manifest, name: str, target: str, *, c
         raise InputError(f"option {sorted(unknown)[0]!r} is not known to the backend {name}; it takes: cuda_graph")
     if not isinstance(cuda_graph, bool):
         raise InputError(f"cuda_graph={cuda_graph!r}: must be True or False")
+    manifest.graph("decode", target)
     if target != name:
         raise InputError(f"target {target!r} with backend {name!r}: it runs the engines of its own target; leave out target")
     trt = load_tensorrt(name)

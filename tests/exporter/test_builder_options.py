@@ -53,6 +53,7 @@ def test_options_are_set_on_the_real_configuration(graph: Path, monkeypatch: pyt
     for config in recorder.configs:
         assert config.max_aux_streams == 0
         assert config.get_flag(rtx.BuilderFlag.REQUIRE_USER_ALLOCATION)
+        assert not config.get_flag(rtx.BuilderFlag.TF32)
 
 
 def test_tensorrt_is_built_for_by_the_same_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

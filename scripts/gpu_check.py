@@ -1,0 +1,234 @@
+"""One table of what runs on this machine's GPU: parity with eager PyTorch, speed, bytes and memory bandwidth, by backend and dtype.
+
+SmolLM2-135M, exported once for each dtype and kept in bundles/; TensorRT engines are built for this GPU. Parity is over 700 tokens of real
+text, past the second wrap of the ring, in chunks and then token by token. A step's time is a whole `stream.feed` of one token, logits on
+the host included: back to back, and at a cadence of one in 80 ms, when the GPU may have gone to sleep in between.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from bench_decode import weight_bytes_read
+from sinkring.exporter import build_engine, export_decoder
+from sinkring.exporter.cli_output import note, print_table
+from sinkring.exporter.expected_logits import Expected, compute_expected
+from sinkring.exporter.export import DTYPES
+from sinkring.exporter.machine import describe_machine
+from sinkring.exporter.reference_text import read_reference_ids
+from sinkring.exporter.verdict import RELATIVE_TOLERANCE
+from sinkring.runtime import Decoder, Manifest, SinkringError, Stream, open_bundle
+from sinkring.runtime.backends.cuda import Device
+
+ROOT = Path(__file__).resolve().parents[1]
+PARITY_TOKENS = 700
+CADENCE_S = 0.08
+BANDWIDTH_BYTES = 1 << 30
+_LINE_BYTES = 1 << 20
+
+# name of the row -> backend and options of open_bundle
+BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tensorrt-rtx": ("tensorrt-rtx", {}),
+    "tensorrt": ("tensorrt", {}),
+    "onnxruntime cuda": ("onnxruntime", {"device": "cuda"}),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """error: largest |logit - oracle's|. device_bytes: what opening took on the GPU, grown_bytes: what running took beyond. Times in ms."""
+
+    backend: str
+    dtype: str
+    error: float
+    tolerance: float
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    p50_ms: float
+    p99_ms: float
+    cadence_p50_ms: float
+    cadence_p99_ms: float
+    bandwidth_share: float
+    cache_bytes: int
+    device_bytes: int
+    grown_bytes: int
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.tolerance
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=500, help="timed steps back to back (%(default)s)")
+    parser.add_argument("--cadence-steps", type=int, default=100, help="timed steps, one in 80 ms (%(default)s)")
+    parser.add_argument("--budget", type=float, default=420, help="seconds after which no further row is begun (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="one JSON object in place of the table")
+    args = parser.parse_args(arguments)
+    began = time.monotonic()
+    try:
+        device = Device("gpu_check", extra="tensorrt-rtx")
+    except SinkringError as error:
+        note(f"gpu_check: {error}; nothing was run")
+        return 2
+    bandwidth = measure_bandwidth(device, BANDWIDTH_BYTES)
+    rows, left_out = [], []
+    for dtype in DTYPES:
+        for name, (backend, options) in BACKENDS.items():
+            try:
+                if time.monotonic() - began > args.budget:
+                    raise TimeoutError(f"the budget of {args.budget:.0f} s is used up")
+                note(f"{name}, {dtype}")
+                bundle = prepare(dtype, backend)
+                rows.append(measure(bundle, name, backend, options, oracle(bundle), device, bandwidth, args.steps, args.cadence_steps))
+            except (SinkringError, TimeoutError) as error:
+                left_out.append(f"{name}, {dtype}: left out: {error}")
+    report(rows, left_out, device, bandwidth, args.json)
+    device.close()
+    return 0 if rows and all(row.passed for row in rows) else 1
+
+
+def prepare(dtype: str, backend: str) -> Path:
+    """The bundle, with engines if the backend runs engines."""
+    bundle = ROOT / "bundles" / f"gpu-check-{dtype}"
+    if not bundle.exists():
+        export_decoder("smollm2", bundle, dtype=dtype)
+    if backend != "onnxruntime":
+        device = Device(backend, extra=backend)
+        sm = device.sm
+        device.close()
+        if not any((engine.target, engine.sm) == (backend, sm) for engine in Manifest.read(bundle).engines):
+            build_engine(bundle, backend, [sm])
+    return bundle
+
+
+def oracle(bundle: Path, known: dict[str, tuple[np.ndarray, Expected]] = {}) -> tuple[np.ndarray, Expected]:  # noqa: B006  # a cache
+    """Token ids and the oracle's logits, once for each model: its numbers do not depend on the bundle's dtype."""
+    manifest = Manifest.read(bundle)
+    geometry = manifest.rings[0].geometry
+    key = manifest.model.source_sha256
+    if key not in known:
+        ids = read_reference_ids(bundle, manifest, PARITY_TOKENS).ids
+        window = geometry.window_tokens
+        known[key] = ids, compute_expected(str(bundle), manifest, geometry.sinks_tokens, window, ids, None, lambda *_: None)
+    return known[key]
+
+
+def measure(
+    bundle: Path,
+    name: str,
+    backend: str,
+    options: dict[str, Any],
+    expected: tuple[np.ndarray, Expected],
+    device: Device,
+    bandwidth: float,
+    steps: int,
+    cadence_steps: int,
+) -> Row:
+    """One row. `bandwidth`: bytes per second that this GPU reads and writes."""
+    ids, right = expected
+    before = device.free_bytes()
+    with open_bundle(bundle, backend, verify=False, **options) as decoder, decoder.stream() as stream:
+        opened = device.free_bytes()
+        error = parity(stream, ids, right.logits)
+        prefill_s = timed(lambda: stream.feed(ids[: 4 * decoder.manifest.chunk]))
+        back_to_back = np.array([timed(lambda token=int(token): stream.feed([token])) for token in tokens(ids, steps)])
+        cadence = np.array(list(at_cadence(stream, tokens(ids, cadence_steps))))
+        step_s = float(np.median(back_to_back))
+        return Row(
+            backend=name,
+            dtype=decoder.manifest.dtype,
+            error=error,
+            tolerance=RELATIVE_TOLERANCE[decoder.manifest.dtype] * right.scale,
+            prefill_tokens_per_s=4 * decoder.manifest.chunk / prefill_s,
+            decode_tokens_per_s=1 / step_s,
+            p50_ms=1e3 * step_s,
+            p99_ms=1e3 * float(np.percentile(back_to_back, 99)),
+            cadence_p50_ms=1e3 * float(np.median(cadence)),
+            cadence_p99_ms=1e3 * float(np.percentile(cadence, 99)),
+            bandwidth_share=bytes_read(decoder) / step_s / bandwidth,
+            cache_bytes=decoder.cache_bytes,
+            device_bytes=before - opened,
+            grown_bytes=opened - device.free_bytes(),
+        )
+
+
+def parity(stream: Stream, ids: np.ndarray, right: np.ndarray) -> float:
+    """Largest |error| over all of ids, the first half in chunks, the rest token by token; infinite for a logit that is not finite."""
+    half = len(ids) // 2
+    worst = [np.abs(stream.feed(ids[:half], all_logits=True) - right[:half]).max()]
+    worst += [np.abs(stream.feed(ids[at : at + 1]) - right[at]).max() for at in range(half, len(ids))]
+    return float(np.max(worst)) if np.isfinite(worst).all() else float("inf")
+
+
+def bytes_read(decoder: Decoder) -> int:
+    return weight_bytes_read(decoder) + decoder.cache_bytes
+
+
+def tokens(ids: np.ndarray, count: int) -> np.ndarray:
+    return np.resize(ids, count)
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def at_cadence(stream: Stream, ids: np.ndarray, cadence_s: float = CADENCE_S) -> Iterator[float]:
+    """Seconds of each step, begun one in cadence_s."""
+    due = time.perf_counter()
+    for token in ids:
+        time.sleep(max(0.0, due - time.perf_counter()))
+        yield timed(lambda token=int(token): stream.feed([token]))
+        due += cadence_s
+
+
+def measure_bandwidth(device: Device, size_bytes: int, rounds: int = 20) -> float:
+    """Bytes per second read and written while copying `size_bytes`, best of `rounds`."""
+    to, source = device.allocate(size_bytes, "bandwidth"), device.allocate(size_bytes, "bandwidth")
+    lines = size_bytes // _LINE_BYTES
+
+    def copy() -> None:
+        device.copy_boxes(to, _LINE_BYTES, lines, source, _LINE_BYTES, lines, (_LINE_BYTES, lines, 1))
+        device.synchronize()
+
+    return 2 * size_bytes / min(timed(copy) for _ in range(rounds))
+
+
+def report(rows: list[Row], left_out: list[str], device: Device, bandwidth: float, as_json: bool) -> None:
+    machine = describe_machine()
+    if as_json:
+        facts = {"gpu": device.name, "sm": device.sm, "bandwidth_bytes_per_s": bandwidth, "machine": dataclasses.asdict(machine)}
+        print(json.dumps({**facts, "rows": [dataclasses.asdict(row) for row in rows], "left_out": left_out}))
+        return
+    print_table(
+        [
+            *("backend", "dtype", "max |Δlogit|", "tolerance", "prefill tokens/s", "tokens/s", "p50 ms", "p99 ms", "p50 ms at 80 ms"),
+            *("p99 ms at 80 ms", "of bandwidth", "cache bytes", "GPU bytes", "grown bytes", ""),
+        ],
+        [
+            [
+                *(row.backend, row.dtype, f"{row.error:.2e}", f"{row.tolerance:.2e}", round(row.prefill_tokens_per_s)),
+                *(round(row.decode_tokens_per_s), *(f"{value:.3f}" for value in (row.p50_ms, row.p99_ms, row.cadence_p50_ms))),
+                *(f"{row.cadence_p99_ms:.3f}", f"{row.bandwidth_share:.0%}", row.cache_bytes, row.device_bytes, row.grown_bytes),
+                "ok" if row.passed else "FAILED",
+            ]
+            for row in rows
+        ],
+        title=f"{device.name}, sm={device.sm}, copies {bandwidth / 1e9:.0f} GB/s; {machine.cpu}",
+    )
+    for line in left_out:
+        print(line)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
