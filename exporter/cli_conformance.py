@@ -3,19 +3,20 @@
 from typing import TYPE_CHECKING
 
 from sinkring.exporter.cli_output import print_facts, print_table
+from sinkring.exporter.geometries import describe_rings
 
 if TYPE_CHECKING:
     from sinkring.exporter.conformance.findings import Check, Conformance
 
 
 def print_conformance(found: "Conformance") -> None:
-    geometry, machine = found.geometry, found.machine
+    machine = found.machine
     print_facts(
         {
             "suite": f"{found.suite}, {found.seconds:,.0f} s",
             "against": f"{found.model}, eager PyTorch over the whole sequence",
             "policy": found.policy,
-            "ring": f"S={geometry.sinks_tokens} W={geometry.window_tokens} M={geometry.slots}, B={found.batch}, {found.dtype}",
+            "rings": f"{describe_rings(found.rings)}, B={found.batch}, {found.dtype}",
             "text": f"{found.tokens:,} tokens of {found.ids}, logits up to {found.scale:.3g}",
             "measured on": f"{machine.cpu}, {machine.cores} cores, {found.backend}; "
             + ", ".join(f"{name} {version}" for name, version in sorted(found.versions.items())),

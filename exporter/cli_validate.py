@@ -3,18 +3,19 @@
 from typing import TYPE_CHECKING
 
 from sinkring.exporter.cli_output import print_facts, print_table
+from sinkring.exporter.geometries import describe_rings
 
 if TYPE_CHECKING:
     from sinkring.exporter.verdict import Validation
 
 
 def print_validation(found: "Validation") -> None:
-    geometry, machine = found.geometry, found.machine
+    machine = found.machine
     print_facts(
         {
             "against": f"{found.model}, eager PyTorch over the whole sequence",
             "policy": found.policy,
-            "ring": f"S={geometry.sinks_tokens} W={geometry.window_tokens} M={geometry.slots}, B={found.batch}, {found.dtype}",
+            "rings": f"{describe_rings(found.rings)}, B={found.batch}, {found.dtype}",
             "text": f"{found.steps:,} tokens of {found.ids}",
             "tolerance": f"{found.tolerance:.3g} on logits of up to {found.scale:.3g}",
             "measured on": f"{machine.cpu}, {machine.cores} cores; "

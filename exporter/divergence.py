@@ -52,7 +52,7 @@ class Region:
 
 
 def age_spans(geometry: RingGeometry, steps: int) -> tuple[Span, ...]:
-    """The spans that a stream of `steps` tokens reaches.
+    """The spans that a stream of `steps` tokens reaches, by what one ring does; of several, by the one that wraps last.
 
     "filling": every write is to a fresh slot, positions 0 .. C-1 (from S+W on tokens already leave the window, but stay in the slack).
     "first wrap": each write overwrites a token of the first lap, M positions. "later wraps": all after that.

@@ -2,17 +2,19 @@
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from sinkring.exporter.geometries import full_attention_geometry
+from sinkring.models.alibi import alibi_slopes
+from sinkring.models.anatomy import longest_reach, read_layers, trained_window_replaced, trained_windows
 from sinkring.models.errors import ModelError, SourceError
 from sinkring.models.oracle import attended, masked_dense_logits, streaming_logits, top2_margin
-from sinkring.models.patch import rotary_at_length, rotary_module
 from sinkring.models.registry import find_family
 from sinkring.models.source import load_model, resolve_source
 from sinkring.runtime.errors import BundleError, UnsupportedError
@@ -34,10 +36,19 @@ class Wrong:
 
 
 @dataclass(frozen=True)
+class KeyTurn:
+    """inv_freq float32 [R/2]: radians per token, of the first R entries. interleaved: 2i turns with 2i + 1, else i with i + R/2."""
+
+    inv_freq: NDArray[np.float32]
+    interleaved: bool
+
+
+@dataclass(frozen=True)
 class Expected:
     """logits float32 [N, V]; margins float32 [N], the best token's lead; scale: the largest |logit|; wrong: the controls.
 
-    inv_freq float32 [R/2]: the model's own rotary frequencies for a sequence of S + W tokens, radians per token.
+    turns: how each layer's keys turn with their position, None for a layer whose keys do not. trained_window: tokens, of the layers with a
+    sliding window, None for a model without. alibi: whether scores fall with distance instead.
     """
 
     logits: NDArray[np.float32]
@@ -45,15 +56,29 @@ class Expected:
     scale: float
     wrong: tuple[Wrong, ...]
     source: str
-    inv_freq: NDArray[np.float32]
+    turns: tuple[KeyTurn | None, ...]
+    trained_window: int | None
+    alibi: bool
 
 
-def compute_expected(
-    bundle: str, manifest: Manifest, sinks: int, window: int, ids: NDArray[np.int64], model: str | None, progress: Progress
-) -> Expected:
+@dataclass(frozen=True)
+class _Streamed:
+    """What the oracle is asked for. sinks, window: of the layers with full attention, if there are any (`full`). trained: the window of
+    the model's other layers, None if it has none.
+    """
+
+    sinks: int
+    window: int
+    full: bool
+    trained: int | None
+
+
+def compute_expected(bundle: str, manifest: Manifest, ids: NDArray[np.int64], model: str | None, progress: Progress) -> Expected:
     """Load the bundle's model (`model`, or the manifest's source) and run the oracle over ids int64 [N]. The model is freed on return.
 
-    Raises BundleError if the source is missing or is not what the bundle was exported from, UnsupportedError for what the oracle refuses.
+    Sinks and window are the manifest's for the layers that were trained with full attention, where a linear cache is a window of N tokens;
+    the other layers' windows are the model's. Raises BundleError if the source is missing or is not what the bundle was exported from,
+    UnsupportedError for what the oracle refuses.
     """
     source = model or manifest.model.source
     check_source(bundle, manifest, source)
@@ -61,30 +86,59 @@ def compute_expected(
     try:
         network = load_model(source).model
         progress("loading the model", 1, 1)
+        right = _asked(bundle, manifest, network, len(ids))
         with _layer_progress(network, len(ids), "oracle", progress):
-            logits = _logits(manifest.policy, network, ids, sinks, window)
+            logits = _logits(manifest.policy, network, ids, right)
         wrong = []
-        for name, other_sinks, other_window in wrong_geometries(sinks, window):
-            first = _first_difference(len(ids), (sinks, window), (other_sinks, other_window))
+        for name, other in _wrong_ones(right):
+            first = _first_difference(len(ids), right, other)
             if first is None:
                 continue
             stop = min(len(ids), first + CONTROL_STEPS)
             with _layer_progress(network, stop, f"control: {name}", progress):
-                rows = _logits(manifest.policy, network, ids[:stop], other_sinks, other_window)[first:]
+                rows = _logits(manifest.policy, network, ids[:stop], other)[first:]
             wrong.append(Wrong(name, first, rows.numpy().copy()))
-        inv_freq = _inv_freq(network, sinks + window)
+        turns = _turns(network, right.sinks, right.window)
+        alibi = alibi_slopes(network) is not None
     except ModelError as error:
         raise UnsupportedError(f"{bundle}: the oracle cannot run: {error}") from None
     del network
     gc.collect()
     margins = top2_margin(logits).numpy()
-    return Expected(logits.numpy(), margins, float(logits.abs().max()), tuple(wrong), source, inv_freq)
+    return Expected(logits.numpy(), margins, float(logits.abs().max()), tuple(wrong), source, turns, right.trained, alibi)
 
 
-def _inv_freq(network: Any, length: int) -> NDArray[np.float32]:
-    frequencies = rotary_at_length(rotary_module(network), length).inv_freq
-    assert isinstance(frequencies, torch.Tensor), "rotary_module has checked it"
-    return frequencies.detach().float().numpy().copy()
+def _asked(bundle: str, manifest: Manifest, network: Any, steps: int) -> _Streamed:
+    windows = trained_windows(network)
+    trained = next((window for window in windows if window is not None), None)
+    full = full_attention_geometry(bundle, manifest, windows)
+    if full is None:
+        return _Streamed(0, steps, False, trained)
+    # Of a linear cache the run sees as much as it has tokens, so that a window shorter by one is a control.
+    return _Streamed(full.sinks_tokens, full.window_tokens if full.wraps else steps, True, trained)
+
+
+def _turns(network: Any, sinks: int, window: int) -> tuple[KeyTurn | None, ...]:
+    layers = read_layers(network)
+    turns: list[KeyTurn | None] = []
+    for layer in layers:
+        if layer.rotation is None:
+            turns.append(None)
+            continue
+        length = longest_reach(layers, layer.rotation.angles, sinks, window)
+        inv_freq = layer.rotation.angles.at_length(length)[0].detach().float().numpy().copy()
+        turns.append(KeyTurn(inv_freq, layer.rotation.interleaved))
+    return tuple(turns)
+
+
+def _wrong_ones(right: _Streamed) -> list[tuple[str, _Streamed]]:
+    """What the controls ask for: mistakes in one kind of layer, each of the kinds that the model has."""
+    geometries = wrong_geometries(right.sinks, right.window) if right.full else ()
+    wrong = [(name, replace(right, sinks=sinks, window=window)) for name, sinks, window in geometries]
+    if right.trained is not None:
+        other = right.trained - 1 if right.trained > 1 else 2
+        wrong.append((f"sliding window {other}", replace(right, trained=other)))
+    return wrong
 
 
 def wrong_geometries(sinks: int, window: int) -> tuple[tuple[str, int, int], ...]:
@@ -94,16 +148,26 @@ def wrong_geometries(sinks: int, window: int) -> tuple[tuple[str, int, int], ...
     return (short, (f"sinks {sinks - 1}", sinks - 1, window)) if sinks else (short,)
 
 
-def _first_difference(steps: int, right: tuple[int, int], wrong: tuple[int, int]) -> int | None:
-    """First position below `steps` whose query attends to other tokens under the two geometries (S, W); None if there is none."""
+def _first_difference(steps: int, right: _Streamed, wrong: _Streamed) -> int | None:
+    """First position below `steps` whose query attends to other tokens in some layer; None if there is none."""
+    pairs = [((right.sinks, right.window), (wrong.sinks, wrong.window))] if right.full else []
+    if right.trained is not None and wrong.trained is not None:
+        pairs.append(((0, right.trained), (0, wrong.trained)))
+    found = [position for pair in pairs if (position := _first_other_set(steps, *pair)) is not None]
+    return min(found, default=None)
+
+
+def _first_other_set(steps: int, right: tuple[int, int], wrong: tuple[int, int]) -> int | None:
     # Both see all tokens before the smaller S + W - 1.
     start = min(sinks + window for sinks, window in (right, wrong)) - 1
     return next((query for query in range(start, steps) if attended(query, *right) != attended(query, *wrong)), None)
 
 
-def _logits(policy: Policy, network: Any, ids: NDArray[np.int64], sinks: int, window: int) -> torch.Tensor:
+def _logits(policy: Policy, network: Any, ids: NDArray[np.int64], asked: _Streamed) -> torch.Tensor:
     oracle = streaming_logits if policy == "streaming" else masked_dense_logits
-    return oracle(network, torch.from_numpy(ids), sinks, window)
+    trained = nullcontext() if asked.trained is None else trained_window_replaced(network, asked.trained)
+    with trained:
+        return oracle(network, torch.from_numpy(ids), asked.sinks, asked.window)
 
 
 def check_source(bundle: str, manifest: Manifest, source: str) -> None:
@@ -122,13 +186,20 @@ def check_source(bundle: str, manifest: Manifest, source: str) -> None:
 
 @contextmanager
 def _layer_progress(network: Any, tokens: int, stage: str, progress: Progress) -> Iterator[None]:
-    """Report each decoder layer of the pass over `tokens` tokens; shorter passes are the oracle's own checks."""
+    """Report each decoder layer of a pass over all `tokens`, and each step of passes over one; others are the oracle's own checks."""
     layers = list(attrgetter(find_family(network.config).layers)(network))
+    steps = 0
 
     def report(number: int) -> Callable[[Any, Any, Any], None]:
         def hook(_layer: Any, inputs: Any, _output: Any) -> None:
-            if inputs and inputs[0].shape[1] == tokens:
+            nonlocal steps
+            if not inputs:
+                return
+            if inputs[0].shape[1] == tokens:
                 progress(stage, number, len(layers))
+            elif inputs[0].shape[1] == 1 and number == len(layers):
+                steps += 1
+                progress(stage, min(steps, tokens), tokens)
 
         return hook
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sinkring.exporter.divergence import Divergence, age_spans
 from sinkring.exporter.expected_logits import Expected, Progress, compute_expected
+from sinkring.exporter.geometries import leading_geometry, most_tokens
 from sinkring.exporter.machine import describe_machine
 from sinkring.exporter.reference_text import ReferenceIds, read_reference_ids
 from sinkring.exporter.verdict import RELATIVE_TOLERANCE, Run, Validation, find_failures, judge_control, measure_growth
@@ -21,7 +22,6 @@ from sinkring.runtime.bundle import check_consistent, check_files
 from sinkring.runtime.decoder import Decoder, open_bundle
 from sinkring.runtime.errors import BundleError, InputError, UnsupportedError
 from sinkring.runtime.manifest import Manifest
-from sinkring.runtime.ring import RingGeometry
 
 PACKAGES = ("sinkring", "onnxruntime", "torch", "transformers", "numpy")
 
@@ -47,34 +47,30 @@ def validate_bundle(
     # Before the oracle's minutes, not after.
     check_files(path, manifest)
     check_consistent(path, manifest)
-    geometry = only_ring(path, manifest)
     if manifest.dtype not in RELATIVE_TOLERANCE:
         raise UnsupportedError(f"{path}: no tolerance is known for dtype {manifest.dtype}, only for {', '.join(RELATIVE_TOLERANCE)}")
-    most = geometry.most_tokens
+    most = most_tokens(manifest)
     cut = [f"steps={steps} are more than the capacity: {most} were run"] if most is not None and steps > most else []
     steps = steps if most is None else min(steps, most)
     runs, notes = plan_runs(path, manifest, target, steps)
     notes += cut
     reference = read_reference_ids(path, manifest, steps)
     say: Progress = progress or (lambda stage, done, total: None)
-    # Of a linear cache the run sees as much as it has tokens, so that a window shorter by one is a control.
-    window = geometry.window_tokens if geometry.wraps else steps
-    expected = compute_expected(str(bundle), manifest, geometry.sinks_tokens, window, reference.ids, model, say)
-    return judge_runs(str(bundle), manifest, geometry, runs, notes, reference, expected, say)
+    expected = compute_expected(str(bundle), manifest, reference.ids, model, say)
+    return judge_runs(str(bundle), manifest, runs, notes, reference, expected, say)
 
 
 def judge_runs(
     bundle: str,
     manifest: Manifest,
-    geometry: RingGeometry,
     runs: tuple[Run, ...],
     notes: list[str],
     reference: ReferenceIds,
     expected: Expected,
     say: Progress,
 ) -> Validation:
-    """Run the bundle over the ids that `expected` was computed for, and judge. `geometry` is what it must have."""
-    path, steps = Path(bundle), len(reference.ids)
+    """Run the bundle over the ids that `expected` was computed for, and judge. `manifest` is what it must be."""
+    path, steps, geometry = Path(bundle), len(reference.ids), leading_geometry(manifest)
     notes = list(notes)
     tolerance = RELATIVE_TOLERANCE[manifest.dtype] * expected.scale
     spans = age_spans(geometry, steps)
@@ -82,11 +78,13 @@ def judge_runs(
         notes.append(f"steps={steps} do not reach the second wrap of the ring, at position {geometry.capacity + geometry.slots}")
     if not expected.wrong:
         notes.append(f"steps={steps} do not reach past sinks + window: nothing leaves the window, so the window is not tested")
+    elif expected.trained_window is not None and steps <= expected.trained_window:
+        notes.append(f"steps={steps} do not reach past the trained window of {expected.trained_window} tokens, so that one is not tested")
 
     regions, growth = [], []
     controls: dict[str, dict[str, Divergence]] = {wrong.name: {} for wrong in expected.wrong}
     for run in runs:
-        right, wrongs = _compare(path, run, manifest, geometry, reference.ids, expected, say)
+        right, wrongs = _compare(path, run, manifest, reference.ids, expected, say)
         regions += [right.region(run.name, span, expected.margins, tolerance) for span in spans]
         growth.append(measure_growth(run.name, right, spans, tolerance))
         for name, figures in wrongs.items():
@@ -100,7 +98,7 @@ def judge_runs(
         model_sha256=manifest.model.source_sha256,
         policy=manifest.policy,
         dtype=manifest.dtype,
-        geometry=geometry,
+        rings=manifest.rings,
         batch=manifest.batch,
         chunk=manifest.chunk,
         steps=steps,
@@ -118,14 +116,6 @@ def judge_runs(
         made_with=manifest.made_with,
         machine=describe_machine(),
     )
-
-
-def only_ring(path: Path, manifest: Manifest) -> RingGeometry:
-    """The geometry of all layers. Raises UnsupportedError for a bundle with several."""
-    # The oracle knows one attended set for all layers.
-    if len(manifest.rings) != 1:
-        raise UnsupportedError(f"{path}: has {len(manifest.rings)} ring geometries, validation knows bundles with one")
-    return manifest.rings[0].geometry
 
 
 def plan_runs(path: Path, manifest: Manifest, target: str | None, steps: int) -> tuple[tuple[Run, ...], list[str]]:
@@ -147,7 +137,7 @@ def plan_runs(path: Path, manifest: Manifest, target: str | None, steps: int) ->
 
 
 def _compare(
-    path: Path, run: Run, manifest: Manifest, geometry: RingGeometry, ids: NDArray[np.int64], expected: Expected, progress: Progress
+    path: Path, run: Run, manifest: Manifest, ids: NDArray[np.int64], expected: Expected, progress: Progress
 ) -> tuple[Divergence, dict[str, Divergence]]:
     """The run against the oracle, and against each wrong one by name. The run's logits are dropped call by call."""
     right = Divergence(expected.logits)
@@ -155,7 +145,7 @@ def _compare(
     progress(run.name, 0, len(ids))
     # The hashes were checked once, before the oracle.
     with open_bundle(path, target=run.targets[0], verify=False) as decoder:
-        calls = _decode_calls(decoder, geometry, ids) if run.kind == "decode" else _chunk_calls(decoder, manifest, geometry, ids)
+        calls = _decode_calls(decoder, manifest, ids) if run.kind == "decode" else _chunk_calls(decoder, manifest, ids)
         for position, logits in calls:
             for divergence in (right, *wrongs.values()):
                 divergence.add(position, logits)
@@ -163,7 +153,7 @@ def _compare(
     return right, wrongs
 
 
-def _decode_calls(decoder: Decoder, geometry: RingGeometry, ids: NDArray[np.int64]) -> Iterator[tuple[int, Logits]]:
+def _decode_calls(decoder: Decoder, manifest: Manifest, ids: NDArray[np.int64]) -> Iterator[tuple[int, Logits]]:
     """(position, logits [1,V]) of each token. Rows of a batch take the same token; each step shows another of them."""
     if decoder.manifest.batch == 1:
         with decoder.stream() as stream:
@@ -175,18 +165,21 @@ def _decode_calls(decoder: Decoder, geometry: RingGeometry, ids: NDArray[np.int6
     for row in range(decoder.manifest.batch):
         backend.reset_row(row)
     for position, token in enumerate(ids):
-        backend.tokens[:], backend.position[:], backend.write_index[0][:] = token, position, geometry.slot(position)
+        backend.tokens[:], backend.position[:] = token, position
+        for index, ring in zip(backend.write_index, manifest.rings, strict=True):
+            index[:] = ring.geometry.slot(position)
         backend.decode()
         yield position, backend.logits[position % decoder.manifest.batch]
 
 
-def _chunk_calls(decoder: Decoder, manifest: Manifest, geometry: RingGeometry, ids: NDArray[np.int64]) -> Iterator[tuple[int, Logits]]:
+def _chunk_calls(decoder: Decoder, manifest: Manifest, ids: NDArray[np.int64]) -> Iterator[tuple[int, Logits]]:
     """(position, logits [T,V]) of pieces of mixed lengths, single tokens and more than a chunk among them."""
-    chunk, window = manifest.chunk, geometry.window_tokens
+    chunk, windows = manifest.chunk, sorted({ring.geometry.window_tokens for ring in manifest.rings})
     longest = 2 * chunk + 1
     position = 0
     with decoder.stream() as stream:
-        for length in cycle((chunk, 1, 2, chunk - 1, min(window + 1, longest), 3, longest, 1, min(window, longest))):
+        around = [min(length, longest) for window in windows for length in (window + 1, window)]
+        for length in cycle((chunk, 1, 2, chunk - 1, 3, longest, 1, *around)):
             if position >= len(ids):
                 return
             piece = ids[position : position + length]

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from sinkring.exporter.divergence import Divergence, Region, Span
 from sinkring.exporter.machine import Machine
-from sinkring.runtime.ring import RingGeometry
+from sinkring.runtime.manifest import Ring
 
 # Of the largest |logit|. Two float32 runs that add the same numbers in another order differ by rounding, about 1e-7 of a value at each of
 # some ten operations in each of tens of layers: 1e-5 at worst. SmolLM2 (30 layers, logits up to 42, S=4, W=256, 1000 steps) measures at
@@ -82,7 +82,7 @@ class Validation:
     model_sha256: str
     policy: str
     dtype: str
-    geometry: RingGeometry
+    rings: tuple[Ring, ...]
     batch: int
     chunk: int
     steps: int

@@ -1,34 +1,46 @@
 """The oracle: what every graph and engine is proven against. Slow, literal, and free of any code of the exporter or the runtime.
 
-A stream of N tokens with S sinks and a window of W tokens (the current one included). The query at q attends to
+A stream of N tokens with S sinks and a window of W tokens (the current one included). In a layer with full attention the query at q sees
 
     A(q) = {0 .. min(S, q+1)-1}  and  {max(S, q-W+1) .. q}
 
-`masked_dense_logits` gives these tokens the positions the model was trained with (policy "native"); `streaming_logits` gives them their
-places in the cache (policy "streaming", StreamingLLM, arXiv 2309.17453). Where a model's angles depend on the length of its sequence
-(rope types dynamic, longrope), it is that of the longest in which tokens meet: S + W for the streaming policy, for the native one W without
-sinks and N with them, and N where that is less. Letters: N tokens, H query heads, G key/value heads, D head size,
-V vocabulary, R rotated head dimensions, L tokens in a cache, at most S + W.
+A layer with a trained sliding window keeps that window and has no sinks, under either policy. `masked_dense_logits` gives the tokens of
+A(q) the positions the model was trained with (policy "native"); `streaming_logits` gives them their places in the cache (policy
+"streaming", StreamingLLM, arXiv 2309.17453). Where a model's angles depend on the length of its sequence (rope types dynamic, longrope), it
+is that of the longest in which tokens meet: S + W for the streaming policy, for the native one W without sinks and N with them, and N where
+that is less. Rotary angles and ALiBi are exact where transformers rounds them: see `rotation.py` and `alibi.py`. Letters: N tokens, H query
+heads, G key/value heads, D head size, V vocabulary, L tokens in a cache.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 
 import torch
+from sinkring.models.alibi import alibi_by_cache_index, alibi_slopes, attention_with_alibi, exact_alibi
+from sinkring.models.anatomy import Layer, geometry_of, longest_reach, read_layers, trained_windows
 from sinkring.models.errors import ModelError, UnsupportedModel
 from sinkring.models.patch import (
-    ExactRotation,
+    Terms,
     attention_implementation,
     attention_seen,
-    check_full_attention,
-    rotary_module,
-    rotary_replaced,
+    check_dtype,
+    check_masks,
+    full_masks_replaced,
+    modeling_of,
 )
+from sinkring.models.rotation import AngleSet, exact_angles
+from sinkring.models.streaming_cache import Turn, streaming_cache
+from sinkring.models.token_call import run_on_ids, text_config
 from torch import Tensor
 from transformers import PreTrainedModel
 
 # Queries whose gathered caches are held at a time: 64 caches of 256 tokens of SmolLM2 are 12 MB a layer.
 _QUERIES_AT_A_TIME = 64
 _PROBE_TOKENS = 6
+_PROBE_TOLERANCE = 1e-3
+
+Oracle = Callable[[PreTrainedModel, tuple[Layer, ...], Tensor, int, int], Tensor]
 
 
 def attended(query: int, sinks: int, window: int) -> list[int]:
@@ -42,20 +54,14 @@ def masked_dense_logits(
 ) -> Tensor:
     """Logits [N, V] of the native policy for ids [N] int64, in the model's dtype.
 
-    Eager Hugging Face attention over the whole sequence under an explicit additive mask. Token i of the stream is at position
-    start_position + i. The model's angles are computed in float64; exact_angles=False leaves its own float32 ones, and thus runs a model
-    in which nothing is changed. Memory: a few times H * N * N numbers. Raises UnsupportedModel, ModelError.
+    Eager Hugging Face attention over the whole sequence under an explicit additive mask in layers with full attention, and under Hugging
+    Face's own in the others. Token i of the stream is at position start_position + i. The model's angles are computed in float64;
+    exact_angles=False leaves its own float32 ones. Memory: a few times H * N * N numbers. Raises UnsupportedModel, ModelError.
     """
-    _check(model, ids, sinks, window)
-    tokens = len(ids)
-    mask = torch.full((tokens, tokens), float("-inf"), dtype=model.dtype)
-    for query in range(tokens):
-        mask[query, attended(query, sinks, window)] = 0.0
-    positions = start_position + torch.arange(tokens)
-    length = tokens if sinks else min(window, tokens)
-    exact = rotary_replaced(model, ExactRotation(rotary_module(model), length)) if exact_angles else nullcontext()
-    with attention_implementation(model, "eager"), exact:
-        return _forward(model, ids, positions, mask[None, None])
+    layers = _check(model, ids, sinks, window)
+    dense = partial(_dense, start_position=start_position, exact=exact_angles)
+    _probe(model, layers, ids, {"native": _dense})
+    return dense(model, layers, ids, sinks, window)
 
 
 @torch.no_grad()
@@ -63,42 +69,23 @@ def streaming_logits(model: PreTrainedModel, ids: Tensor, sinks: int, window: in
     """Logits [N, V] of the streaming policy for ids [N] int64, in the model's dtype (float32 or float64).
 
     For each query on its own: gather the un-rotated keys of its cache, rotate each by its index in that cache and the query by the last
-    index, attend. A layer does so for all queries of the stream, in blocks. Raises UnsupportedModel, ModelError.
+    index, attend. A layer does so for all queries of the stream, in blocks, if it lets its attention be replaced and asks for no more than
+    scale, softcap and learned sink logits; else the model runs as in `streaming_logits_stepwise`. Raises UnsupportedModel, ModelError.
     """
-    _check_streaming(model, ids, sinks, window)
-    return _streaming_in_blocks(model, ids, sinks, window)
+    layers = _check(model, ids, sinks, window)
+    form = _probe(model, layers, ids, {"streaming, in blocks": _streaming_in_blocks, "streaming": _streaming_in_steps})
+    return form(model, layers, ids, sinks, window)
 
 
 @torch.no_grad()
 def streaming_logits_stepwise(model: PreTrainedModel, ids: Tensor, sinks: int, window: int) -> Tensor:
-    """The same as `streaming_logits`, as StreamingLLM runs: token by token, with a cache that evicts. For short streams.
+    """The same as `streaming_logits`, as StreamingLLM runs: token by token, in the model's own code, with a cache that evicts.
 
-    Each layer's cache is a list of (key [G, D] not rotated, value [G, D]); with S + W of them full, the oldest after the sinks goes.
+    Each layer's cache keeps un-rotated keys; with S + W of them full, the oldest after the sinks goes.
     """
-    _check_streaming(model, ids, sinks, window)
-    rotation = ExactRotation(rotary_module(model), sinks + window)
-    caches: dict[int, list[tuple[Tensor, Tensor]]] = {}
-
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        cache = caches.setdefault(layer, [])
-        cache.append((key[:, 0], value[:, 0]))
-        if len(cache) > sinks + window:
-            del cache[sinks]
-        heads_per_group = query.shape[0] // key.shape[0]
-        index = torch.arange(len(cache))
-        keys = _rotate(torch.stack([key for key, _ in cache], dim=1), index, rotation)  # [G, L, D]
-        values = torch.stack([value for _, value in cache], dim=1)
-        last = _rotate(query, index[-1:], rotation)  # [H, 1, D]
-        outputs = []
-        for head in range(query.shape[0]):
-            group = head // heads_per_group
-            weights = torch.softmax(keys[group] @ last[head, 0] * scale, dim=0)  # [L]
-            outputs.append(weights @ values[group])
-        return torch.stack(outputs)[:, None]
-
-    with attention_seen(model, attend):
-        # The position given here reaches no rotation, since `attention_seen` takes that out of the model.
-        return torch.cat([_forward(model, ids[step : step + 1], torch.zeros(1, dtype=torch.int64), None) for step in range(len(ids))])
+    layers = _check(model, ids, sinks, window)
+    form = _probe(model, layers, ids, {"streaming": _streaming_in_steps})
+    return form(model, layers, ids, sinks, window)
 
 
 def top2_margin(logits: Tensor) -> Tensor:
@@ -107,23 +94,75 @@ def top2_margin(logits: Tensor) -> Tensor:
     return best[..., 0] - best[..., 1]
 
 
-def _streaming_in_blocks(model: PreTrainedModel, ids: Tensor, sinks: int, window: int) -> Tensor:
-    rotation = ExactRotation(rotary_module(model), sinks + window)
+def _dense(
+    model: PreTrainedModel, layers: tuple[Layer, ...], ids: Tensor, sinks: int, window: int, start_position: int = 0, exact: bool = True
+) -> Tensor:
     tokens = len(ids)
-    caches = [attended(query, sinks, window) for query in range(tokens)]
+    mask = torch.full((tokens, tokens), float("-inf"), dtype=model.dtype)
+    for query in range(tokens):
+        mask[query, attended(query, sinks, window)] = 0.0
+    windows = tuple(layer.window for layer in layers)
 
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def length(angles: AngleSet) -> int:
+        reach = longest_reach(layers, angles, 0, tokens if sinks else window)
+        return max(1, min(reach, tokens))
+
+    positions = start_position + torch.arange(tokens)
+    with (
+        attention_implementation(model, attention_with_alibi(model)),
+        exact_alibi(model, tokens, mask[None, None]) as biased,
+        full_masks_replaced(model, windows, biased),
+        exact_angles(model, length) if exact else nullcontext(),
+    ):
+        return run_on_ids(model, ids, positions)
+
+
+def _streaming_in_steps(model: PreTrainedModel, layers: tuple[Layer, ...], ids: Tensor, sinks: int, window: int) -> Tensor:
+    cache = streaming_cache(
+        [(*geometry_of(layer.window, sinks, window), layer.window is not None, _turn(layers, layer, sinks, window)) for layer in layers]
+    )
+    # At position 0 the model's own rotation turns nothing.
+    start = torch.zeros(1, dtype=torch.int64)
+    with (
+        attention_implementation(model, attention_with_alibi(model)),
+        alibi_by_cache_index(model, sinks + window),
+        full_masks_replaced(model, tuple(layer.window for layer in layers), None),
+    ):
+        steps = [run_on_ids(model, ids[step : step + 1], start, cache) for step in range(len(ids))]
+    return torch.cat(steps)
+
+
+def _streaming_in_blocks(model: PreTrainedModel, layers: tuple[Layer, ...], ids: Tensor, sinks: int, window: int) -> Tensor:
+    if alibi_slopes(model) is not None or not hasattr(modeling_of(model), "ALL_ATTENTION_FUNCTIONS"):
+        raise UnsupportedModel(f"{model.config.model_type}: its attention cannot be replaced")
+    tokens = len(ids)
+    seen: set[int] = set()
+
+    def attend(number: int, query: Tensor, key: Tensor, value: Tensor, terms: Terms) -> Tensor:
+        seen.add(number)
+        geometry = geometry_of(layers[number].window, sinks, window)
+        turn = _turn(layers, layers[number], sinks, window)
         blocks = []
         for start in range(0, tokens, _QUERIES_AT_A_TIME):
-            block = caches[start : start + _QUERIES_AT_A_TIME]
-            blocks.append(_attend_each(query[:, start : start + len(block)], key, value, block, scale, rotation))
+            block = [attended(at, *geometry) for at in range(start, min(start + _QUERIES_AT_A_TIME, tokens))]
+            blocks.append(_attend_each(query[:, start : start + len(block)], key, value, block, terms, turn))
         return torch.cat(blocks, dim=1)
 
     with attention_seen(model, attend):
-        return _forward(model, ids, torch.zeros(tokens, dtype=torch.int64), None)
+        # At position 0 the model's own rotation turns nothing.
+        logits = run_on_ids(model, ids, torch.zeros(tokens, dtype=torch.int64))
+    if len(seen) != len(layers):
+        raise UnsupportedModel(f"{model.config.model_type}: {len(layers) - len(seen)} of {len(layers)} layers attend by themselves")
+    return logits
 
 
-def _attend_each(query: Tensor, key: Tensor, value: Tensor, caches: list[list[int]], scale: float, rotation: ExactRotation) -> Tensor:
+def _turn(layers: tuple[Layer, ...], layer: Layer, sinks: int, window: int) -> Turn | None:
+    if layer.rotation is None:
+        return None
+    return partial(layer.rotation.turn, tokens=longest_reach(layers, layer.rotation.angles, sinks, window))
+
+
+def _attend_each(query: Tensor, key: Tensor, value: Tensor, caches: list[list[int]], terms: Terms, turn: Turn | None) -> Tensor:
     """Attention of each query to the tokens of its own cache, all rotated by cache index.
 
     query [H, T, D]; key, value [G, N, D]; caches: T lists of token numbers; returns [H, T, D].
@@ -134,52 +173,55 @@ def _attend_each(query: Tensor, key: Tensor, value: Tensor, caches: list[list[in
     lengths = torch.tensor([len(cache) for cache in caches])
     index = torch.arange(longest)
     empty = index >= lengths[:, None]
-    keys = _rotate(key[:, tokens], index, rotation)  # [G, T, L, D]
-    queries = _rotate(query, lengths - 1, rotation).unflatten(0, (key.shape[0], -1))  # [G, H/G, T, D]
-    scores = torch.einsum("ghtd,gtld->ghtl", queries, keys) * scale
-    weights = torch.softmax(scores.masked_fill(empty, float("-inf")), dim=-1)
+    keys = key[:, tokens]  # [G, T, L, D]
+    if turn is not None:
+        keys, query = turn(keys, index), turn(query, lengths - 1)
+    queries = query.unflatten(0, (key.shape[0], -1))  # [G, H/G, T, D]
+    scores = torch.einsum("ghtd,gtld->ghtl", queries, keys) * terms.scale
+    if terms.softcap is not None:
+        scores = torch.tanh(scores / terms.softcap) * terms.softcap
+    scores = scores.masked_fill(empty, float("-inf"))
+    if terms.sink_logits is not None:
+        learned = terms.sink_logits.unflatten(0, (key.shape[0], -1))[:, :, None, None]  # [G, H/G, 1, 1]
+        scores = torch.cat((scores, learned.expand(*scores.shape[:-1], 1)), dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :longest]
     return torch.einsum("ghtl,gtld->ghtd", weights, value[:, tokens]).flatten(0, 1)
 
 
-def _rotate(x: Tensor, index: Tensor, rotation: ExactRotation) -> Tensor:
-    """Rotary embedding (arXiv 2104.09864) of x [..., L, D] by index [L] int64; dimension i turns with i + R/2, those from R on stay."""
-    cos, sin = rotation(x, index)
-    turned, kept = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = turned.chunk(2, dim=-1)
-    return torch.cat((turned * cos + torch.cat((-second, first), dim=-1) * sin, kept), dim=-1)
-
-
-def _forward(model: PreTrainedModel, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-    """ids, positions [N] int64; additive mask [1, 1, N, N]; logits [N, V]."""
-    logits: Tensor = model(input_ids=ids[None], position_ids=positions[None], attention_mask=mask, use_cache=False).logits[0]
-    return logits
-
-
-def _check(model: PreTrainedModel, ids: Tensor, sinks: int, window: int) -> None:
+def _check(model: PreTrainedModel, ids: Tensor, sinks: int, window: int) -> tuple[Layer, ...]:
     if sinks < 0 or window < 1:
         raise ModelError(f"oracle: sinks={sinks}, window={window}; sinks must be 0 or more, window 1 or more (the current token counts)")
     if ids.dim() != 1 or ids.dtype != torch.int64 or len(ids) == 0:
         raise ModelError(f"oracle: ids are {ids.dtype} of shape {tuple(ids.shape)}; expected int64 of shape [N], N >= 1")
-    vocabulary = int(model.config.get_text_config().vocab_size)
+    vocabulary = int(text_config(model).vocab_size)
     if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
         raise ModelError(f"oracle: ids reach from {int(ids.min())} to {int(ids.max())}; the model knows 0 to {vocabulary - 1}")
-    check_full_attention(model)
+    check_dtype(model)
+    check_masks(model, trained_windows(model))
+    return read_layers(model)
 
 
-def _check_streaming(model: PreTrainedModel, ids: Tensor, sinks: int, window: int) -> None:
-    """Raise UnsupportedModel unless, on a few tokens that all fit the cache, the oracle gives what the untouched model gives.
+def _probe(model: PreTrainedModel, layers: tuple[Layer, ...], ids: Tensor, forms: dict[str, Oracle]) -> Oracle:
+    """The first form that, on a few tokens that all fit every cache, gives what the untouched model gives.
 
-    This catches what no list of names does: another way to rotate, layers without rotation, terms that the attention adds.
+    This catches what no list of names does: another way to rotate, terms that the attention adds, positions that are learned. Raises
+    UnsupportedModel, for the last form's reason, if none does.
     """
-    _check(model, ids, sinks, window)
-    rotary_module(model)
-    few = ids[:_PROBE_TOKENS]
-    with attention_implementation(model, "eager"):
-        expected = model(input_ids=few[None], use_cache=False).logits[0]
-    error = float((_streaming_in_blocks(model, few, 0, len(few)) - expected).abs().max())
-    limit = 1e-3 * max(1.0, float(expected.abs().max()))
-    if not error <= limit:
-        raise UnsupportedModel(
-            f"{model.config.model_type}: on {len(few)} tokens the streaming oracle is off by {error:.2g}, more than {limit:.2g}; "
+    few = ids[: min(_PROBE_TOKENS, *(layer.window or _PROBE_TOKENS for layer in layers))]
+    with attention_implementation(model, attention_with_alibi(model)):
+        expected = run_on_ids(model, few)
+    limit = _PROBE_TOLERANCE * max(1.0, float(expected.abs().max()))
+    reason = ""
+    for name, form in forms.items():
+        try:
+            error = float((form(model, layers, few, 0, len(few)) - expected).abs().max())
+        except UnsupportedModel as refused:
+            reason = str(refused)
+            continue
+        if error <= limit:
+            return form
+        reason = (
+            f"{model.config.model_type}: on {len(few)} tokens the oracle ({name}) is off by {error:.2g}, more than {limit:.2g}; "
             "the model rotates or attends in a way that the oracle does not know"
         )
+    raise UnsupportedModel(reason)

@@ -1,24 +1,40 @@
-"""Temporary changes to a Hugging Face decoder, always undone, for the oracle to see and steer its attention.
+"""Temporary changes to a Hugging Face decoder, always undone, for the oracle to see and steer its attention."""
 
-Also what the oracle refuses: a setting that it would pass over makes it a wrong truth.
-"""
-
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from sinkring.models.errors import UnsupportedModel
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from sinkring.models.token_call import decoder_of, text_config
+from torch import Tensor
+from transformers import PreTrainedModel, masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-# (layer index, query [H, T, D], key [G, T, D], value [G, T, D], scale) -> attention output [H, T, D]
-Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+
+@dataclass(frozen=True)
+class Terms:
+    """What goes into scores beside queries and keys: score = softcap * tanh(scale * q.k / softcap).
+
+    sink_logits [H]: learned logits that take part in the softmax and have no value (gpt-oss); not the sinks of a stream.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+
+
+# (layer index, query [H, T, D], key [G, T, D], value [G, T, D], terms) -> attention output [H, T, D]
+Attend = Callable[[int, Tensor, Tensor, Tensor, Terms], Tensor]
 
 ATTENTION_NAME = "sinkring_oracle"
 
-# What decoders hand to an attention function beside its tensors and which does not change its result at inference.
+# What decoders hand to an attention function beside its tensors and which does not change its result at inference. The windows of layers
+# are the caller's to know.
 _WITHOUT_EFFECT = {
     "dropout",
     "position_ids",
@@ -30,140 +46,104 @@ _WITHOUT_EFFECT = {
     "output_attentions",
     "output_hidden_states",
     "return_dict",
+    "sliding_window",
+    "output_router_logits",
 }
-_CONSTANT_ROPE = {"default", "linear", "llama3", "yarn"}
-# Their frequencies depend on the length of the sequence: a forward pass sets them.
-_LENGTH_ROPE = {"dynamic", "longrope"}
+_TERMS = {"softcap": "softcap", "s_aux": "sink_logits"}
+
+# transformers gives these windows to their caches and not to their masks: over a whole sequence they would see everything.
+_WINDOW_IN_CACHE_ONLY = {"kyutai_speech_to_text", "moshi"}
 
 
-def check_full_attention(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModel if a layer of `model` is not plain full attention: the oracle's mask would replace the trained one."""
-    config = model.config.get_text_config()
-    name = config.model_type
-    window = getattr(config, "sliding_window", None)
-    if window is not None:
-        raise UnsupportedModel(
-            f"{name}: trained with sliding_window={window}, the oracle masks all layers alike; only sliding_window=None is supported"
-        )
-    other = sorted(set(getattr(config, "layer_types", None) or []) - {"full_attention"})
-    if other:
-        raise UnsupportedModel(
-            f"{name}: has layers of type {', '.join(other)}; only models with full_attention in all layers are supported"
-        )
+def check_dtype(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModel unless all weights are float32 or all float64."""
     dtypes = {weight.dtype for weight in model.parameters()}
     if not dtypes <= {torch.float32, torch.float64} or len(dtypes) != 1:
         found = ", ".join(sorted(str(dtype) for dtype in dtypes))
-        raise UnsupportedModel(f"{name}: weights are {found}, the oracle runs in float32 or float64; load with dtype=torch.float32")
-
-
-def rotary_module(model: PreTrainedModel) -> nn.Module:
-    """The one module that gives all layers their angles: buffer inv_freq [R/2] float, attribute attention_scaling.
-
-    Raises UnsupportedModel if there is none or if its frequencies change from layer to layer or in a way that is not known.
-    """
-    name = model.config.model_type
-    rotary = getattr(model.base_model, "rotary_emb", None)
-    if rotary is None or not isinstance(getattr(rotary, "inv_freq", None), Tensor):
         raise UnsupportedModel(
-            f"{name}: {type(model.base_model).__name__} has no rotary_emb with an inv_freq; "
-            "the oracle reads decoders with rotary positions (Llama, Qwen2, Mistral, ...)"
+            f"{model.config.model_type}: weights are {found}, the oracle runs in float32 or float64; load with dtype=torch.float32"
         )
-    rope_type = getattr(rotary, "rope_type", "default")
-    if not isinstance(rope_type, str) or rope_type not in _CONSTANT_ROPE | _LENGTH_ROPE:
-        known = ", ".join(sorted(_CONSTANT_ROPE | _LENGTH_ROPE))
-        raise UnsupportedModel(f"{name}: rope type {rope_type!r} is not supported; supported are {known}")
-    return rotary
+
+
+def modeling_of(model: PreTrainedModel) -> ModuleType:
+    """The file of transformers that the decoder's code is in."""
+    return sys.modules[type(decoder_of(model)).__module__]
 
 
 @contextmanager
 def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
     """Within the block all layers of `model` use the attention registered as `name`."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = name
+    config = text_config(model)
+    before = config._attn_implementation
+    config._attn_implementation = name
     try:
         yield
     finally:
-        model.config._attn_implementation = before
+        config._attn_implementation = before
+
+
+def check_masks(model: PreTrainedModel, windows: tuple[int | None, ...]) -> None:
+    """Raise UnsupportedModel for windows that transformers' code of the model passes over, or masks that are made in an unknown way."""
+    modeling, name = modeling_of(model), model.config.model_type
+    if not hasattr(modeling, "create_causal_mask"):
+        raise UnsupportedModel(f"{name}: {modeling.__name__} makes its masks in a way that the oracle does not know")
+    if any(windows) and not _knows_windows(modeling) and name not in _WINDOW_IN_CACHE_ONLY:
+        raise UnsupportedModel(
+            f"{name}: sliding_window={text_config(model).sliding_window} is not honoured by transformers' {modeling.__name__}; "
+            "remove it if the model was trained without it"
+        )
+
+
+def _knows_windows(modeling: ModuleType) -> bool:
+    return hasattr(modeling, "create_sliding_window_causal_mask")
 
 
 @contextmanager
-def rotary_replaced(model: PreTrainedModel, replacement: nn.Module) -> Iterator[None]:
-    """Within the block `replacement` gives the angles: called as (x, position_ids [1, N]), returns cos and sin [1, N, R]."""
-    before = rotary_module(model)
-    model.base_model.rotary_emb = replacement
-    try:
+def full_masks_replaced(model: PreTrainedModel, windows: tuple[int | None, ...], mask: Tensor | None) -> Iterator[None]:
+    """Within the block layers with full attention (None in windows) see by the additive mask [1, 1 or H, T, L], or as trained if None.
+
+    Layers with a trained window keep the mask that transformers makes for it. See `check_masks`.
+    """
+    modeling = modeling_of(model)
+    knows_windows = _knows_windows(modeling)
+    sliding = any(windows)
+
+    def full(*args: Any, **kwargs: Any) -> Tensor | None:
+        if sliding and not knows_windows:
+            return masking_utils.create_sliding_window_causal_mask(*args, **kwargs)
+        return masking_utils.create_causal_mask(*args, **kwargs) if mask is None else mask
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(modeling, "create_causal_mask", full))
+        if knows_windows and not sliding:
+            stack.enter_context(patch.object(modeling, "create_sliding_window_causal_mask", full))
         yield
-    finally:
-        model.base_model.rotary_emb = before
 
 
 @contextmanager
 def attention_seen(model: PreTrainedModel, attend: Attend) -> Iterator[None]:
-    """Within the block every layer calls `attend` with queries and keys that are not rotated, and with no mask.
+    """Within the block every layer that looks its attention up calls `attend`, with no mask.
 
-    Raises UnsupportedModel during a forward pass whose layers ask for something that `attend` is not told of (softcap, sink logits, ...).
+    Raises UnsupportedModel during a forward pass whose layers ask for something that `attend` is not told of.
     """
     name = model.config.model_type
 
     def attention(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float, **options: Any
     ) -> tuple[Tensor, None]:
+        terms: dict[str, Any] = {}
         for option, setting in options.items():
-            if option not in _WITHOUT_EFFECT and setting is not None:
+            if option in _TERMS:
+                terms[_TERMS[option]] = setting
+            elif option not in _WITHOUT_EFFECT and setting is not None:
                 raise UnsupportedModel(f"{name}: its attention uses {option}={setting!r}, which the streaming oracle does not know")
-        output = attend(module.layer_idx, query[0], key[0], value[0], scaling)
+        output = attend(module.layer_idx, query[0], key[0], value[0], Terms(scaling, **terms))
         return output.transpose(0, 1)[None].contiguous(), None
 
     # No mask function goes with it: `attend` decides by itself what is seen, and transformers then hands over no mask.
     type(ALL_ATTENTION_FUNCTIONS).register(ATTENTION_NAME, attention)
     try:
-        with attention_implementation(model, ATTENTION_NAME), rotary_replaced(model, _NoRotation(rotary_module(model))):
+        with attention_implementation(model, ATTENTION_NAME):
             yield
     finally:
         del type(ALL_ATTENTION_FUNCTIONS)._global_mapping[ATTENTION_NAME]
-
-
-def rotary_at_length(rotary: nn.Module, tokens: int) -> nn.Module:
-    """The rotary module as a forward pass over a sequence of `tokens` tokens leaves it; `rotary` itself stays as it is."""
-    if getattr(rotary, "rope_type", "default") not in _LENGTH_ROPE:
-        return rotary
-    fresh: nn.Module = type(rotary)(rotary.config)  # every family's takes its configuration
-    fresh(torch.zeros(1), torch.tensor([[tokens - 1]]))
-    return fresh
-
-
-def _inv_freq(rotary: nn.Module) -> Tensor:
-    frequencies = rotary.inv_freq
-    assert isinstance(frequencies, Tensor), "rotary_module has checked it"
-    return frequencies
-
-
-class _NoRotation(nn.Module):
-    """cos = 1, sin = 0: the model's own rotation then leaves queries and keys as they are."""
-
-    def __init__(self, rotary: nn.Module) -> None:
-        super().__init__()
-        self.rotated_dims = 2 * len(_inv_freq(rotary))
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        shape = (*position_ids.shape, self.rotated_dims)
-        return torch.ones(shape, dtype=x.dtype), torch.zeros(shape, dtype=x.dtype)
-
-
-class ExactRotation(nn.Module):
-    """The model's own rotation with its angles computed in float64: fp32(position * inv_freq) is wrong by 0.06 rad at position 1e6.
-
-    tokens: length of the sequence whose angles they are, which matters to a rotary module that scales with it.
-    """
-
-    def __init__(self, rotary: nn.Module, tokens: int) -> None:
-        super().__init__()
-        rotary = rotary_at_length(rotary, tokens)
-        self.angles_per_token = _inv_freq(rotary).double()
-        self.scaling = float(getattr(rotary, "attention_scaling", 1.0))
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """position_ids int64 [...] -> cos, sin [..., R] in the dtype of x; both halves of R hold the same R/2 angles."""
-        angles = position_ids[..., None].double() * self.angles_per_token
-        both = torch.cat((angles, angles), dim=-1)
-        return (both.cos() * self.scaling).to(x.dtype), (both.sin() * self.scaling).to(x.dtype)

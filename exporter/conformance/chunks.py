@@ -13,8 +13,8 @@ QUICK_CALLS = 8
 
 def check_chunks(subject: Subject) -> Check:
     """T in {1, 3, W, W+1, 3W, chunk, chunk+1} and mixed, from the start, in the middle of the ring, across its end and later."""
-    tokens, window, chunk = len(subject.ids), subject.geometry.window_tokens, subject.manifest.chunk
-    lengths = sorted({1, 3, window, window + 1, 3 * window, chunk, chunk + 1})
+    tokens, windows, chunk = len(subject.ids), {geometry.window_tokens for geometry in subject.geometries}, subject.manifest.chunk
+    lengths = sorted({1, 3, chunk, chunk + 1} | {length for window in windows for length in (window, window + 1, 3 * window)})
     plans = {f"T={length}": _calls(subject, partial(int, length)) for length in lengths}
     rng = np.random.default_rng(1)
     plans["mixed"] = _calls(subject, lambda: int(rng.integers(1, min(2 * chunk + 2, tokens))))
@@ -50,10 +50,12 @@ def check_chunks(subject: Subject) -> Check:
 
 def _calls(subject: Subject, draw: Callable[[], int]) -> Iterator[int]:
     """Lengths of calls over the whole text: `draw()` at each, but in the quick suite only around some places of the ring."""
-    tokens, geometry = len(subject.ids), subject.geometry
+    tokens = len(subject.ids)
     first = draw()
-    # Before the end of the ring by half a call, so that one call lies across it.
-    places = [0, geometry.sinks_tokens + geometry.slots // 2, geometry.capacity - first // 2 - 2, tokens - QUICK_CALLS * first]
+    places = {0, tokens - QUICK_CALLS * first}
+    for geometry in subject.geometries:
+        # Before the end of the ring by half a call, so that one call lies across it.
+        places |= {geometry.sinks_tokens + geometry.slots // 2, geometry.capacity - first // 2 - 2}
     position = 0
     for place in sorted(place for place in places if 0 <= place < tokens):
         if place > position:

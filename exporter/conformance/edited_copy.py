@@ -42,11 +42,12 @@ def edit_graph(bundle: Path, path: str, change: Callable[[onnx.ModelProto], None
 
 
 def change_constant(model: onnx.ModelProto, suffix: str, change: Callable[..., object]) -> None:
-    """Replace the constant whose name ends in `suffix` by `change(array)`, of the same dtype."""
-    (tensor,) = [tensor for tensor in model.graph.initializer if tensor.name.endswith(suffix)]
-    array = numpy_helper.to_array(tensor)
-    changed = numpy_helper.from_array(array.dtype.type(change(array.copy())), tensor.name)
-    tensor.CopyFrom(changed)
+    """Replace each constant whose name ends in `suffix`, one a ring geometry, by `change(array)`, of the same dtype."""
+    found = [tensor for tensor in model.graph.initializer if tensor.name.endswith(suffix)]
+    assert found, f"no constant ends in {suffix}"
+    for tensor in found:
+        array = numpy_helper.to_array(tensor)
+        tensor.CopyFrom(numpy_helper.from_array(array.dtype.type(change(array.copy())), tensor.name))
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -94,17 +94,16 @@ class _Graph:
         model = onnx.load(subject.path / path, load_external_data=False)
         decodes = path in {graph.path for graph in manifest.graphs if graph.role == "decode"}
         batch = manifest.batch if decodes else 1
-        # Prefill is run with more than one token where it can, but not across the end of the ring.
-        self.tokens = 1 if decodes else min(3, manifest.chunk)
+        # Prefill is run with more than one token where it can, but not across the end of a ring.
+        self.tokens = 1 if decodes else min(3, manifest.chunk, *(geometry.room(at) for geometry in subject.geometries))
         piece = subject.ids[at : at + self.tokens]
-        slot = at if at < subject.geometry.capacity else subject.geometry.sinks_tokens + (at - subject.geometry.capacity)
         self._states = {
             state.name: states[state.name] if decodes else states[state.name].take([0], axis=state.batch_axis) for state in manifest.states
         }
         self._feeds: dict[str, NDArray[Any]] = {
             "tokens": np.tile(piece, (batch, 1)),
             "position": np.full(batch, at, np.int64),
-            **{ring.write_index: np.full(batch, slot, np.int64) for ring in manifest.rings},
+            **{ring.write_index: np.full(batch, ring.geometry.slot(at), np.int64) for ring in manifest.rings},
             **({} if decodes else {"rows": np.array([self.tokens - 1], np.int64)}),
             **self._states,
         }
@@ -139,15 +138,16 @@ class _Graph:
 
     def slots(self, every: bool) -> list[tuple[str, int]]:
         """(state, slot): the sinks, and of the window the oldest token, or some from the oldest to the newest."""
-        geometry, at = self._subject.geometry, self._subject.full_at
-        last = at + self.tokens - 1
-        window = range(max(geometry.sinks_tokens, last - geometry.window_tokens + 1), at)
-        sinks = range(min(geometry.sinks_tokens, at))
-        names = list(self._states)
-        ends = names if every or len(names) <= 8 else [*names[:2], *names[-2:]]
-        found = [(name, slot) for name in ends for slot in sinks]
-        tokens = window[:: -(-len(window) // MOST_WINDOW_SLOTS)] if every and len(window) else window[:1]
-        return found + [(name, geometry.slot(token)) for name in names for token in tokens]
+        at, last = self._subject.full_at, self._subject.full_at + self.tokens - 1
+        geometries = {state.name: self._subject.geometries[state.ring] for state in self._subject.manifest.states if state.ring is not None}
+        with_sinks = [name for name, geometry in geometries.items() if geometry.sinks_tokens]
+        ends = with_sinks if every or len(with_sinks) <= 8 else [*with_sinks[:2], *with_sinks[-2:]]
+        found = [(name, slot) for name in ends for slot in range(min(geometries[name].sinks_tokens, at))]
+        for name, geometry in geometries.items():
+            window = range(max(geometry.sinks_tokens, last - geometry.window_tokens + 1), at)
+            tokens = window[:: -(-len(window) // MOST_WINDOW_SLOTS)] if every and len(window) else window[:1]
+            found += [(name, geometry.slot(token)) for token in tokens]
+        return found
 
     def changed_weight(self, part: Part) -> dict[str, NDArray[Any]]:
         tensor = self._weights[part.weight]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sinkring.exporter.machine import Machine
 from sinkring.exporter.verdict import plain
-from sinkring.runtime.ring import RingGeometry
+from sinkring.runtime.manifest import Ring
 
 TITLES = {
     "I1": "any cutting of the input gives the same logits",
@@ -64,7 +64,7 @@ class Conformance:
     dtype: str
     batch: int
     chunk: int
-    geometry: RingGeometry
+    rings: tuple[Ring, ...]
     ids: str
     tokens: int
     scale: float

@@ -71,7 +71,7 @@ def anonymous_bytes() -> int:
 
 def _fill(subject: Subject, streams: list[Stream]) -> None:
     """Until the ring is full and so is the stream's own bounded history of tokens, which is full of Python numbers from then on."""
-    most = subject.geometry.most_tokens
+    most = subject.most_tokens
     wanted = HISTORY_TOKENS + subject.geometry.capacity + 1 if most is None else subject.full_at
     text = np.resize(subject.ids, wanted)
     for stream in streams:
@@ -79,7 +79,7 @@ def _fill(subject: Subject, streams: list[Stream]) -> None:
 
 
 def _steps(subject: Subject, decoder: Decoder, streams: list[Stream], steps: int) -> None:
-    ids, most = subject.ids, subject.geometry.most_tokens
+    ids, most = subject.ids, subject.most_tokens
     for _ in range(steps):
         if most is not None and streams[0].position >= most:
             for stream in streams:

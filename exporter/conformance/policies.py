@@ -20,7 +20,7 @@ def _check(subject: Subject, invariant: str, policy: str) -> Check:
         return not_of_this_bundle(invariant, f"its policy is {subject.manifest.policy}")
     steps = len(subject.ids)
     runs, notes = plan_runs(subject.path, subject.manifest, None, steps)
-    found = judge_runs(str(subject.path), subject.manifest, subject.geometry, runs, notes, subject.reference, subject.expected, subject.say)
+    found = judge_runs(str(subject.path), subject.manifest, runs, notes, subject.reference, subject.expected, subject.say)
     worst = max(row.max_error for row in found.regions)
     agreement = min(row.top1 for row in found.regions)
     controls = "; ".join(f"control {control.name}: {control.max_error:.2e} away" for control in found.controls)

@@ -3,6 +3,7 @@
 import numpy as np
 from sinkring.exporter.conformance.findings import Check
 from sinkring.exporter.conformance.subject import Logits, Subject, largest_difference
+from sinkring.exporter.geometries import slack_tokens
 from sinkring.runtime.errors import CapacityError
 from sinkring.runtime.stream import Stream
 
@@ -12,21 +13,23 @@ Call = tuple[int, int]
 
 def check_rollback(subject: Subject) -> Check:
     """Between the calls of one stream, other tokens are fed and taken back; a second stream is only given the calls."""
-    geometry, tokens = subject.geometry, len(subject.ids)
+    tokens = len(subject.ids)
     # Not geometry.slack: that is the runtime's to get right.
-    slack = geometry.slots - geometry.window_tokens if geometry.wraps else tokens // 4
+    least = slack_tokens(subject.manifest)
+    slack = tokens // 4 if least is None else least
     drafts = _drafts(slack, subject.full)
     faults: list[str] = []
-    places = sorted(
-        {geometry.sinks_tokens + 1, max(1, geometry.capacity - slack - 2), subject.full_at} if geometry.wraps else {1, tokens // 2}
-    )
+    wrapping = [geometry for geometry in subject.geometries if geometry.wraps]
+    # Before, across and after each ring's end.
+    ends = {place for geometry in wrapping for place in (geometry.sinks_tokens + 1, max(1, geometry.capacity - slack - 2))}
+    places = sorted(place for place in (ends | {subject.full_at} if wrapping else {1, tokens // 2}) if place < tokens)
     calls = _calls(subject, places, len(drafts))
     with subject.open() as decoder:
         with decoder.stream() as stream:
             plain = [stream.feed(subject.ids[start:stop]) for start, stop in calls]
         with decoder.stream() as stream:
             rolled = _with_drafts(subject, stream, calls, drafts, faults)
-            if geometry.wraps:
+            if wrapping:
                 _must_refuse(subject, stream, slack, faults)
     off = max(subject.off(logits, stop - 1) for (_, stop), logits in zip(calls, plain, strict=True))
     worst = largest_difference(np.stack(rolled), np.stack(plain))
@@ -35,7 +38,7 @@ def check_rollback(subject: Subject) -> Check:
     return Check(
         "I7",
         f"k = {', '.join(map(str, drafts)) or 'none, the slack is 0'} at positions from {', '.join(map(str, places))} on; "
-        + (f"more than the slack of {slack} refused" if geometry.wraps else "a cache that never wraps"),
+        + (f"more than the slack of {slack} refused" if wrapping else "a cache that never wraps"),
         "max |Δlogit| to never fed",
         worst,
         0.0,
@@ -80,7 +83,11 @@ def _with_drafts(subject: Subject, stream: Stream, calls: list[Call], drafts: li
 
 def _must_refuse(subject: Subject, stream: Stream, slack: int, faults: list[str]) -> None:
     """The ring has wrapped: one token more than the slack is forgotten, and a refusal must change nothing."""
-    stream.feed(subject.other_ids(max(slack, 1) + subject.geometry.capacity, seed=7))
+    past_the_end = max(slack, 1) + min(geometry.capacity for geometry in subject.geometries if geometry.wraps)
+    if subject.most_tokens is not None:
+        past_the_end = min(past_the_end, subject.most_tokens - stream.position)
+    if past_the_end > 0:
+        stream.feed(subject.other_ids(past_the_end, seed=7))
     before = stream.position
     for tokens in (slack + 1, slack + 2, before):
         try:

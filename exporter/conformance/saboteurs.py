@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sinkring.exporter.geometries import leading_geometry
 from sinkring.runtime import snapshot
 from sinkring.runtime.backends.onnxruntime import OnnxRuntimeBackend
 from sinkring.runtime.decoder import Decoder
@@ -36,14 +37,15 @@ class Saboteur:
 
     def unfit(self, manifest: Manifest, full: bool) -> str | None:
         """Why it can do nothing here, or None."""
-        geometry = manifest.rings[0].geometry
+        geometries = [ring.geometry for ring in manifest.rings]
+        wrapping = [geometry for geometry in geometries if geometry.wraps]
         have = {
-            "sinks": geometry.sinks_tokens > 0,
+            "sinks": any(geometry.sinks_tokens for geometry in geometries),
             "rows": manifest.batch > 1,
-            "wraps": geometry.wraps,
+            "wraps": bool(wrapping),
             "chunks": manifest.chunk > 1,
-            "window": geometry.window_tokens > 1,
-            "slack": geometry.slack > 0,
+            "window": any(geometry.window_tokens > 1 for geometry in wrapping),
+            "slack": all(geometry.slack > 0 for geometry in geometries if geometry.wraps),
             "full": full,
         }
         missing = [need for need in self.needs if not have[need]]
@@ -127,7 +129,7 @@ def _positions_become(change: Callable[[Decoder, int], int]) -> AbstractContextM
 
 
 def _slots_as_positions() -> AbstractContextManager[None]:
-    return _positions_become(lambda decoder, position: decoder.manifest.rings[0].geometry.slot(position))
+    return _positions_become(lambda decoder, position: leading_geometry(decoder.manifest).slot(position))
 
 
 def _float32_positions() -> AbstractContextManager[None]:
@@ -182,7 +184,7 @@ def _snapshot_loses_head() -> Iterator[None]:
 
     def headless(self: Stream) -> Any:
         record, tensors = capture(self)
-        slot = self._decoder.manifest.rings[0].geometry.slot
+        slot = leading_geometry(self._decoder.manifest).slot
         return {**record, "fed": slot(record["fed"])}, tensors
 
     with _replaced(Stream, "capture", headless):
@@ -261,10 +263,8 @@ def _shorten_window(bundle: Path, path: str) -> None:
 def _sink_dropped(bundle: Path, manifest: Manifest) -> None:
     from sinkring.exporter.conformance.edited_copy import change_constant, edit_graph
 
-    last = manifest.rings[0].geometry.sinks_tokens - 1
-
     def never(sink_from: Any) -> Any:
-        sink_from[..., last] = np.iinfo(np.int64).max
+        sink_from[..., -1] = np.iinfo(np.int64).max
         return sink_from
 
     for path in {graph.path for graph in manifest.graphs}:

@@ -4,6 +4,7 @@ import sys
 from contextlib import nullcontext
 
 import numpy as np
+from sinkring.exporter.geometries import most_tokens
 from sinkring.runtime.decoder import open_bundle
 from sinkring.runtime.manifest import Manifest
 
@@ -11,7 +12,7 @@ from sinkring.runtime.manifest import Manifest
 def wrote(manifest: Manifest) -> tuple[int, int]:
     """Positions of the two streams that are written in turn."""
     vocabulary = manifest.model.vocab_size
-    most = manifest.rings[0].geometry.most_tokens or 5
+    most = most_tokens(manifest) or 5
     return min(3, most, vocabulary), min(5, most, vocabulary)
 
 

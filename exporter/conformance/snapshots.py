@@ -30,7 +30,7 @@ def check_snapshots(subject: Subject) -> Check:
     """A stream whose ring is full goes to a file and to memory; it goes on, and so do its restored selves, elsewhere and later."""
     path = subject.scratch / "stream.snapshot"
     at, count = subject.full_at, TOKENS
-    if (most := subject.geometry.most_tokens) is not None:
+    if (most := subject.most_tokens) is not None:
         at = max(1, min(at, most - TOKENS - SAMPLED))
         count = min(TOKENS, most - SAMPLED - at)
     faults: list[str] = []

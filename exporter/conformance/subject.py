@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from sinkring.exporter.expected_logits import Expected, Progress
+from sinkring.exporter.geometries import leading_geometry, most_tokens
 from sinkring.exporter.reference_text import ReferenceIds
 from sinkring.runtime.backends.engine import MODULES
 from sinkring.runtime.decoder import Decoder, open_bundle
@@ -42,7 +43,18 @@ class Subject:
 
     @property
     def geometry(self) -> RingGeometry:
-        return self.manifest.rings[0].geometry
+        """Of the ring that wraps last: what has happened to it has happened to all."""
+        return leading_geometry(self.manifest)
+
+    @property
+    def geometries(self) -> tuple[RingGeometry, ...]:
+        """Of each ring, as the manifest lists them."""
+        return tuple(ring.geometry for ring in self.manifest.rings)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens that a stream can have at most, because of a linear cache."""
+        return most_tokens(self.manifest)
 
     @property
     def ids(self) -> NDArray[np.int64]:
@@ -51,8 +63,12 @@ class Subject:
 
     @property
     def full_at(self) -> int:
-        """A position from which on each token overwrites another one; in a cache that never does, one with room behind it."""
-        return self.geometry.capacity + 1 if self.geometry.wraps else len(self.ids) // 2
+        """A position from which on each token overwrites another one in every ring; in caches that never do, one with room behind it.
+
+        Beside a linear cache whose capacity ends before a ring has wrapped, too.
+        """
+        wrapped = self.geometry.capacity + 1
+        return wrapped if self.geometry.wraps and wrapped < len(self.ids) else len(self.ids) // 2
 
     @property
     def runs_engines(self) -> bool:

@@ -24,14 +24,14 @@ from sinkring.exporter.conformance.saboteurs import Saboteur, find_saboteur
 from sinkring.exporter.conformance.snapshots import check_snapshots
 from sinkring.exporter.conformance.subject import Subject
 from sinkring.exporter.expected_logits import Progress, compute_expected
+from sinkring.exporter.geometries import leading_geometry, most_tokens
 from sinkring.exporter.machine import describe_machine
 from sinkring.exporter.reference_text import read_reference_ids
-from sinkring.exporter.validate import PACKAGES, only_ring
+from sinkring.exporter.validate import PACKAGES
 from sinkring.exporter.verdict import RELATIVE_TOLERANCE
 from sinkring.runtime.bundle import check_consistent, check_files
 from sinkring.runtime.errors import InputError, UnsupportedError
 from sinkring.runtime.manifest import Manifest
-from sinkring.runtime.ring import RingGeometry
 
 SUITES = ("quick", "full")
 BUDGET_S = 900.0
@@ -81,16 +81,14 @@ def check_conformance(
     manifest = Manifest.read(path)
     check_files(path, manifest)
     check_consistent(path, manifest)
-    geometry = only_ring(path, manifest)
     if manifest.dtype not in RELATIVE_TOLERANCE:
         raise UnsupportedError(f"{path}: no tolerance is known for dtype {manifest.dtype}, only for {', '.join(RELATIVE_TOLERANCE)}")
     saboteur = None if sabotage is None else _find_fit(sabotage, manifest, full)
     say: Progress = progress or (lambda stage, done, total: None)
     began = time.perf_counter()
-    tokens = _tokens(geometry, full)
+    tokens = _tokens(manifest, full)
     reference = read_reference_ids(path, manifest, tokens)
-    window = geometry.window_tokens if geometry.wraps else tokens
-    expected = compute_expected(str(bundle), manifest, geometry.sinks_tokens, window, reference.ids, model, say)
+    expected = compute_expected(str(bundle), manifest, reference.ids, model, say)
     with tempfile.TemporaryDirectory(prefix="sinkring-") as scratch:
         subject = Subject(
             path=path,
@@ -117,7 +115,7 @@ def check_conformance(
         dtype=manifest.dtype,
         batch=manifest.batch,
         chunk=manifest.chunk,
-        geometry=geometry,
+        rings=manifest.rings,
         ids=reference.origin,
         tokens=tokens,
         scale=expected.scale,
@@ -148,14 +146,17 @@ def _find_fit(name: str, manifest: Manifest, full: bool) -> Saboteur:
     return saboteur
 
 
-def _tokens(geometry: RingGeometry, full: bool) -> int:
-    """Of the text: past the third wrap and at least five windows in the full suite."""
-    if geometry.most_tokens is not None:
-        return geometry.most_tokens if full else min(geometry.most_tokens, QUICK_TOKENS)
-    if full:
-        return max(5 * geometry.window_tokens, geometry.capacity + 2 * geometry.slots + 32)
-    second_wrap = geometry.capacity + geometry.slots + 32
-    return second_wrap if second_wrap <= QUICK_TOKENS else geometry.capacity + 40
+def _tokens(manifest: Manifest, full: bool) -> int:
+    """Of the text: past the third wrap and at least five windows in the full suite, as far as a linear cache lets it go."""
+    geometry, most = leading_geometry(manifest), most_tokens(manifest)
+    if not geometry.wraps:
+        wanted = geometry.window_tokens if full else QUICK_TOKENS
+    elif full:
+        wanted = max(5 * geometry.window_tokens, geometry.capacity + 2 * geometry.slots + 32)
+    else:
+        second_wrap = geometry.capacity + geometry.slots + 32
+        wanted = second_wrap if second_wrap <= QUICK_TOKENS else geometry.capacity + 40
+    return wanted if most is None else min(wanted, most)
 
 
 def _run(invariant: str, subject: Subject, saboteur: Saboteur | None) -> Check:

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 from sinkring.models.errors import UnsupportedModel
-from sinkring.models.patch import rotary_at_length
 from sinkring.models.registry import find_family
 from sinkring.models.rope import original_context, rope_frequencies, rope_length
+from sinkring.models.rotation import rotary_at_length
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

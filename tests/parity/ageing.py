@@ -6,7 +6,7 @@ reduced to one turn with 60 digits, the keys are turned in float64.
 
 import mpmath  # type: ignore[import-untyped]  # it ships no types
 import numpy as np
-from sinkring.models.patch import rotary_at_length
+from sinkring.models.rotation import rotary_at_length
 from sinkring.runtime.decoder import Decoder
 from sinkring.runtime.ring import RingGeometry
 from sinkring.runtime.stream import Stream
