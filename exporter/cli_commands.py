@@ -4,12 +4,15 @@ import dataclasses
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from sinkring.exporter.cli_faults import needs_extra, one_line_faults
 from sinkring.exporter.cli_output import print_facts, print_json, print_table, progress_bars, stage_status
 from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from sinkring.runtime.manifest import Manifest
 
 VALIDATION_FAILED = 1
 
@@ -56,6 +59,13 @@ def export_command(
     chunk: Annotated[int, typer.Option(help="Tokens of a prompt that are read in one call.")] = 64,
     batch: Annotated[int, typer.Option(help="Streams side by side.")] = 1,
     dtype: Annotated[str, typer.Option(help="Numbers in weights and caches: fp32.")] = "fp32",
+    weights: Annotated[str, typer.Option(help="How weights are stored: fp32, int8 or int4 (those for ONNX Runtime only).")] = "fp32",
+    keep_fp32: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN", help="With int8 or int4, weights that stay fp32: 'model.layers.0.*'. May be given again.", show_default=False
+        ),
+    ] = None,
     slack: Annotated[int, typer.Option(help="Tokens that can be rolled back.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a bundle that is there.")] = False,
     as_json: JsonOption = False,
@@ -76,6 +86,8 @@ def export_command(
             batch=batch,
             slack=slack,
             dtype=dtype,
+            weights=weights,  # type: ignore[arg-type]  # likewise
+            keep_fp32=keep_fp32 or (),
             overwrite=overwrite,
             progress=progress,
         )
@@ -90,13 +102,21 @@ def export_command(
         {
             "policy": manifest.policy,
             "ring": ring if geometry.wraps else linear,
-            "weights": f"{manifest.model.weight_bytes:,} bytes",
+            "weights": _describe_weights(manifest),
             "cache": f"{manifest.cache_bytes:,} bytes at every age",
             "graphs": ", ".join(sorted({graph.path for graph in manifest.graphs})),
             "seconds": seconds,
         },
         title=out,
     )
+
+
+def _describe_weights(manifest: "Manifest") -> str:
+    stored = manifest.weights
+    said = f"{manifest.model.weight_bytes:,} bytes, {stored.format}"
+    if stored.taken_over:
+        said += f", {stored.taken_over} matrices taken over from the source as they are"
+    return said + (f", {len(stored.kept_fp32)} kept in fp32" if stored.kept_fp32 else "")
 
 
 @app.command("build")

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import get_args
@@ -26,6 +26,7 @@ from sinkring.exporter.lower import lower_for, simplify
 from sinkring.exporter.machine import describe_machine
 from sinkring.exporter.rotary import frequencies_for
 from sinkring.exporter.targets import TARGETS, Target, find_target
+from sinkring.exporter.weight_formats import WeightFormat, check_weight_format, choose_weights
 from sinkring.exporter.weights import WeightsFile
 from sinkring.models.errors import ModelError
 from sinkring.models.registry import context_tokens, find_family
@@ -65,7 +66,9 @@ def export_decoder(
     batch: int = 1,
     slack: int = 0,
     dtype: str = "fp32",
-    targets: Iterable[str] = tuple(TARGETS),
+    weights: WeightFormat = "fp32",
+    keep_fp32: Sequence[str] = (),
+    targets: Iterable[str] | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Manifest:
@@ -75,7 +78,9 @@ def export_decoder(
     sinks (S, default 4), window (W, the current token included, default 256), chunk (longest prefill call), slack (tokens that can be
     rolled back): tokens. capacity: full attention instead of sinks and a window, policy "native": a linear cache that is full after so
     many tokens and from which any number can be rolled back.
-    batch (B): rows of the decode graph. dtype: "fp32". targets: which runtimes get graphs.
+    batch (B): rows of the decode graph. dtype: "fp32". targets: which runtimes get graphs, by default all that can run `weights`.
+    weights: how matrices are stored, "fp32", "int8" or "int4" (blocks of 32; only ONNX Runtime runs them). keep_fp32: patterns (fnmatch)
+    of the names of weights that stay float32, such as "model.layers.0.*".
     progress is called with a line at the start of each stage.
 
     The bundle appears whole or not at all. Returns its manifest.
@@ -84,7 +89,8 @@ def export_decoder(
     out = _check_out(out)
     say = progress or (lambda _: None)
     request = _check_numbers(policy, sinks, window, capacity, chunk, batch, slack, dtype)
-    chosen = _find_targets(targets)
+    check_weight_format(weights, keep_fp32)
+    chosen = _find_targets(targets, weights)
     check_replaceable(out, overwrite)
     say(f"loading {model}")
     try:
@@ -99,17 +105,22 @@ def export_decoder(
     except ModelError as error:
         raise UnsupportedError(str(error)) from None
     check_finite(loaded.model)
+    if weights != "fp32":
+        say(f"quantizing to {weights}")
+    stored = choose_weights(loaded, weights, keep_fp32)
     try:
         with new_bundle(out, overwrite) as part:
-            plan = _plan(loaded, caches, context, policy, batch, chunk)
+            plan = dataclasses.replace(_plan(loaded, caches, context, policy, batch, chunk), weights=stored.described(weights))
             graphs: list[Graph] = []
             roles: tuple[Role, ...] = ("decode", "prefill")
-            with WeightsFile(part / WEIGHTS_NAME) as weights:
+            with WeightsFile(part / WEIGHTS_NAME) as weights_file:
                 for role in roles:
                     say(f"tracing {role}")
                     traced = trace_step(loaded.model, family, caches, role=role, policy=policy, batch=batch, chunk=chunk)
                     tokens = 1 if role == "decode" else chunk
-                    graphs += _save_graphs(part, weights, simplify(traced), role, tokens, chosen, plan)
+                    graphs += _save_graphs(
+                        part, weights_file, simplify(traced, stored.by_initializer(loaded.model)), role, tokens, chosen, plan
+                    )
             say("writing the manifest")
             manifest = _complete(part, plan, loaded, graphs)
             replace_text(part / MANIFEST_NAME, manifest.to_json())
@@ -184,12 +195,20 @@ def _check_memory(caches: CachePlan, batch: int) -> None:
         )
 
 
-def _find_targets(names: Iterable[str]) -> list[Target]:
+def _find_targets(names: Iterable[str] | None, weights: WeightFormat) -> list[Target]:
+    if names is None:
+        return [target for target in TARGETS.values() if target.takes_blocks or weights == "fp32"]
     if isinstance(names, str) or not isinstance(names, Iterable) or not (listed := list(names)):
         raise InputError(f"targets={names!r}: give a list of one or more of {', '.join(TARGETS)}")
     if wrong := [name for name in listed if not isinstance(name, str)]:
         raise InputError(f"targets: {wrong[0]!r} is {type(wrong[0]).__name__}: give a list of one or more of {', '.join(TARGETS)}")
-    return [find_target(name) for name in dict.fromkeys(listed)]
+    found = [find_target(name) for name in dict.fromkeys(listed)]
+    if weights != "fp32" and (cannot := [target.name for target in found if not target.takes_blocks]):
+        able = ", ".join(target.name for target in TARGETS.values() if target.takes_blocks)
+        raise UnsupportedError(
+            f"weights={weights!r}: target {cannot[0]} runs fp32 only; leave it out (targets: {able}), or use weights fp32"
+        )
+    return found
 
 
 def _check_context(context: int, caches: CachePlan, *, chunk: int, slack: int) -> None:

@@ -1,14 +1,19 @@
 """The order of the passes from a traced step graph to the graph of one target."""
 
+from collections.abc import Mapping
+
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 from onnxscript import optimizer
 from onnxscript.rewriter import RewritePass
 from onnxscript.rewriter.rules.fusion import _rms_normalization as rms
 from sinkring.exporter.passes.merge_projections import MergeProjections
+from sinkring.exporter.passes.quantize_projections import QuantizeProjections
+from sinkring.exporter.passes.quantize_table import QuantizeTable
 from sinkring.exporter.passes.tied_head import TiedHeadToGemm
-from sinkring.exporter.passes.transpose_weights import StoreWeightsTransposed
+from sinkring.exporter.passes.transpose_weights import SUFFIX, StoreWeightsTransposed
 from sinkring.exporter.passes.unit_transposes import UnitTransposesToReshapes
+from sinkring.exporter.quantize import BlockMatrix
 from sinkring.exporter.targets import Target
 from sinkring.runtime.manifest import Role
 
@@ -16,9 +21,20 @@ from sinkring.runtime.manifest import Role
 FOLD_LIMIT_BYTES = 1 << 14
 
 
-def simplify(model: ir.Model) -> ir.Model:
-    """Target-independent clean-up of a traced graph: weights stored as they are read, constants folded, norms as one node."""
-    ir.passes.Sequential(StoreWeightsTransposed(), TiedHeadToGemm(), MergeProjections())(model)
+def simplify(model: ir.Model, blocks: Mapping[str, BlockMatrix] | None = None) -> ir.Model:
+    """Clean-up of a traced graph: weights stored as they are read, constants folded, norms as one node.
+
+    blocks: the weights that are stored in blocks, by the names of their initializers; with any, the graph is one for ONNX Runtime only.
+    """
+    blocks = blocks or {}
+
+    def form(weight: str) -> object:
+        matrix = blocks.get(weight.removesuffix(SUFFIX))
+        return matrix and matrix.bits
+
+    ir.passes.Sequential(
+        StoreWeightsTransposed(), TiedHeadToGemm(), MergeProjections(form), QuantizeProjections(blocks), QuantizeTable(blocks)
+    )(model)
     optimizer.optimize_ir(model, input_size_limit=FOLD_LIMIT_BYTES, output_size_limit=FOLD_LIMIT_BYTES)
     RewritePass(rms.rms_normalization_rules)(model)
     ir.passes.Sequential(

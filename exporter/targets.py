@@ -11,12 +11,16 @@ from sinkring.runtime.manifest import Role
 
 @dataclass(frozen=True)
 class Target:
-    """What one runtime gets. `attention` maps a graph's role to the pass that lowers RingAttention for it."""
+    """What one runtime gets. `attention` maps a graph's role to the pass that lowers RingAttention for it.
+
+    takes_blocks: whether it runs weights of 4 or 8 bits (MatMulNBits).
+    """
 
     name: str
     opset: int
     ir_version: int
     attention: dict[Role, type[LowerRingAttention]]
+    takes_blocks: bool = False
 
 
 # A prefill chunk is products of matrices either way, and the grouped form is the one that neither runtime repeats K and V for.
@@ -25,7 +29,7 @@ class Target:
 TARGETS = {
     target.name: target
     for target in (
-        Target("onnxruntime", 24, 10, {"decode": LowerToGroupedAttention, "prefill": LowerToGroupedAttention}),
+        Target("onnxruntime", 24, 10, {"decode": LowerToGroupedAttention, "prefill": LowerToGroupedAttention}, takes_blocks=True),
         Target("tensorrt-rtx", 24, 10, {"decode": LowerToFusedAttention, "prefill": LowerToGroupedAttention}),
         # The same files: TensorRT from 10.15 on takes these operators, too.
         Target("tensorrt", 24, 10, {"decode": LowerToFusedAttention, "prefill": LowerToGroupedAttention}),

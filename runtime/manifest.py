@@ -114,6 +114,18 @@ class Tokenizer:
 
 
 @dataclass(frozen=True)
+class WeightStorage:
+    """How the matrices are stored. format: "int8" and "int4" are blocks of 32 weights, of the embedding and the head in 8 bits in both.
+
+    kept_fp32: names of the matrices that are float32 all the same; taken_over: how many are the source file's own blocks, unchanged.
+    """
+
+    format: Literal["fp32", "int8", "int4"] = "fp32"
+    kept_fp32: tuple[str, ...] = ()
+    taken_over: int = 0
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything a runtime needs to know about a bundle. Shapes use the alphabet of the README."""
 
@@ -130,6 +142,7 @@ class Manifest:
     made_with: dict[str, str]
     engines: tuple[Engine, ...] = ()
     tokenizer: Tokenizer | None = None
+    weights: WeightStorage = WeightStorage()
     format: str = FORMAT
     format_version: int = FORMAT_VERSION
 

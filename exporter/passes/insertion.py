@@ -19,6 +19,10 @@ class Insertion:
         """One node of the default domain with one output."""
         return self.tape.op(op_type, list(inputs), attributes or None)
 
+    def op_of(self, domain: str, op_type: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
+        """One node of another domain, with one output."""
+        return self.tape.op(op_type, list(inputs), attributes or None, domain=domain)
+
     def ops(self, op_type: str, outputs: int, *inputs: ir.Value | None, **attributes: Any) -> Sequence[ir.Value]:
         return self.tape.op_multi_out(op_type, list(inputs), attributes or None, num_outputs=outputs)
 

@@ -1,19 +1,28 @@
 """Products of one input with several weights -> one product and a Split: fewer, larger kernels (query, key, value; gate, up)."""
 
+from collections.abc import Callable
+
 import numpy as np
 import onnx_ir as ir
 from sinkring.exporter.passes.insertion import Insertion, replace_value
 
 
 class MergeProjections(ir.passes.InPlacePass):
-    """Weights must be 2-D initializers [in,out] that nothing else reads. Runs after StoreWeightsTransposed; the merged weight is lazy."""
+    """Weights must be 2-D initializers [in,out] that nothing else reads. Runs after StoreWeightsTransposed; the merged weight is lazy.
+
+    form: of a weight's name, how it will be stored: only weights of one form are merged. By default all are of one.
+    """
+
+    def __init__(self, form: Callable[[str], object] = lambda name: None) -> None:
+        super().__init__()
+        self.form = form
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         graph = model.graph
-        by_input: dict[ir.Value, list[ir.Node]] = {}
+        by_input: dict[tuple[ir.Value, object], list[ir.Node]] = {}
         for node in graph:
-            if node.op_type == "MatMul" and node.inputs[0] is not None and _weight(node) is not None:
-                by_input.setdefault(node.inputs[0], []).append(node)
+            if node.op_type == "MatMul" and node.inputs[0] is not None and (weight := _weight(node)) is not None:
+                by_input.setdefault((node.inputs[0], self.form(str(weight.name))), []).append(node)
         groups = [products for products in by_input.values() if len(products) > 1]
         for products in groups:
             _merge(graph, products)

@@ -5,6 +5,9 @@ The new tensor is lazy: the transposed bytes exist only while they are written.
 
 import onnx_ir as ir
 
+# What the name of a weight that is stored transposed has more than the model's own.
+SUFFIX = ".transposed"
+
 
 class StoreWeightsTransposed(ir.passes.InPlacePass):
     """A weight that is also read untransposed (a tied embedding) is left alone: storing it twice would cost more than it saves."""
@@ -41,7 +44,7 @@ def _transposed(weight: ir.Value) -> ir.Value:
     source = weight.const_value
     assert source is not None
     rows, columns = (int(size) for size in source.shape)  # type: ignore[arg-type]
-    name = f"{weight.name}.transposed"
+    name = f"{weight.name}{SUFFIX}"
     shape = ir.Shape((columns, rows))
     tensor = ir.LazyTensor(lambda: ir.tensor(source.numpy().T.copy(), name=name), dtype=source.dtype, shape=shape, name=name)
     return ir.Value(name=name, shape=shape, type=ir.TensorType(source.dtype), const_value=tensor)

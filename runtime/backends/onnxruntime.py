@@ -146,8 +146,10 @@ def _session(bundle: Path, manifest: Manifest, graph: Graph, threads: int | None
     options = ort.SessionOptions()
     if threads is not None:
         options.intra_op_num_threads = threads
-    # Prepacking copies every weight into anonymous memory, per session; unpacked, both sessions read the same mapped file.
-    options.add_session_config_entry("session.disable_prepacking", "1")
+    if manifest.weights.format == "fp32":
+        # Prepacking copies every weight into anonymous memory, per session; unpacked, both sessions read the same mapped file. Of weights
+        # in blocks the copies are small, and their kernels are many times slower without.
+        options.add_session_config_entry("session.disable_prepacking", "1")
     if graph.role == "prefill":
         # A pattern is kept for each shape that was ever seen, and T varies.
         options.enable_mem_pattern = False

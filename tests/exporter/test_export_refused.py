@@ -127,7 +127,7 @@ def test_a_capacity_beyond_the_trained_context(tiny_model: Path, out: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("targets", "match"), [([], "targets"), ("onnxruntime", "targets"), (None, "targets"), ([["onnxruntime"]], "targets?")], ids=repr
+    ("targets", "match"), [([], "targets"), ("onnxruntime", "targets"), (5, "targets"), ([["onnxruntime"]], "targets?")], ids=repr
 )
 def test_targets_are_a_list_of_names(out: Path, targets: Any, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_to_load(monkeypatch)

@@ -2,21 +2,20 @@
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGUFWriter
 from sinkring.models.errors import ModelError, SourceError, UnsupportedModel
 from sinkring.models.oracle import masked_dense_logits, streaming_logits
 from sinkring.models.source import load_model, resolve_source
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from tests.models.tiny import tiny_llama
+from tests.models.write_gguf import write_gguf
 
 IDS = torch.arange(3, 23)
 
@@ -36,53 +35,6 @@ def add_tokenizer(folder: Path, chat_template: str | None) -> None:
     fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|eot_id|>"]})
     fast.chat_template = chat_template
     fast.save_pretrained(folder)
-
-
-def write_gguf(
-    path: Path, model: LlamaForCausalLM, architecture: str = "llama", extra: dict[str, np.ndarray] | None = None, **text: str
-) -> None:
-    """`model` as a GGUF file in float32, with the rows of q and k in the order of that format."""
-    config, writer = model.config, GGUFWriter(path, architecture)
-    writer.add_name("tiny")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    for key, value in text.items():
-        writer.add_string(key.replace("__", "."), value)
-    names = {
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
-    top = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
-    for name, weight in model.state_dict().items():
-        array = weight.numpy()
-        if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name):
-            target = f"blk.{match[1]}.{names[match[2]]}.weight"
-            if match[2] in ("self_attn.q_proj", "self_attn.k_proj"):
-                array = array.reshape(-1, 2, config.head_dim // 2, array.shape[1]).swapaxes(1, 2).reshape(array.shape)
-        else:
-            target = top[name]
-        writer.add_tensor(target, np.ascontiguousarray(array))
-    for name, array in (extra or {}).items():
-        writer.add_tensor(name, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def logits(model: Any) -> torch.Tensor:

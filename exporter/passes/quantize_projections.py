@@ -1,0 +1,98 @@
+"""MatMul, or Gemm of a tied head, with a weight that is stored in blocks -> MatMulNBits.
+
+A block's residual, which the operator has no input for, is added by a product of its own: the sum of a block's 32 inputs times its
+residual, a 32nd of the numbers, in float32.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+from sinkring.exporter.passes.insertion import Insertion, replace_value
+from sinkring.exporter.passes.transpose_weights import SUFFIX
+from sinkring.exporter.quantize import BLOCK, BlockMatrix, stack
+
+CONTRIB = "com.microsoft"
+# Inputs are rounded to int8 block by block: without it the kernels of ONNX Runtime are many times slower.
+ACCURACY_LEVEL = 4
+
+
+class QuantizeProjections(ir.passes.InPlacePass):
+    """matrices: by the name of the initializer that holds the float weight. Runs after MergeProjections, which joins names by `+`."""
+
+    def __init__(self, matrices: Mapping[str, BlockMatrix]) -> None:
+        super().__init__()
+        self.matrices = matrices
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph, modified = model.graph, False
+        for node in list(graph):
+            matrix = self._matrix(node)
+            if matrix is None:
+                continue
+            weight = node.inputs[1]
+            assert weight is not None, "it has a name"
+            _replace(graph, node, str(weight.name), matrix)
+            if not weight.uses():
+                del graph.initializers[str(weight.name)]
+            modified = True
+        if modified:
+            model.opset_imports[CONTRIB] = 1
+        return ir.passes.PassResult(model, modified=modified)
+
+    def ensures(self, model: ir.Model) -> None:
+        left = [node for node in model.graph if self._matrix(node) is not None]
+        if left:
+            raise ir.passes.PostconditionError(f"{len(left)} products with quantized weights are left")
+
+    def _matrix(self, node: ir.Node) -> BlockMatrix | None:
+        """The blocks of what `node` multiplies with, [N,K], or None if it is another node or its weight stays as it is."""
+        weight = node.inputs[1] if node.op_type in ("MatMul", "Gemm") else None
+        if weight is None or not weight.is_initializer():
+            return None
+        names = str(weight.name).split("+")
+        if node.op_type == "MatMul":
+            # Blocks lie along the inputs, so it is the weight as the model has it that is stored.
+            names = [name.removesuffix(SUFFIX) for name in names if name.endswith(SUFFIX)]
+        found = [self.matrices[name] for name in names if name in self.matrices]
+        if not found:
+            return None
+        assert len(found) == len(names), f"{weight.name}: merged weights are all quantized or none is"
+        return stack(found)
+
+
+def _replace(graph: ir.Graph, node: ir.Node, name: str, matrix: BlockMatrix) -> None:
+    into = Insertion(graph, node)
+    inputs, output = node.inputs[0], node.outputs[0]
+    rows, width = matrix.shape
+    # Of the blocks, which lie as the model has the weight.
+    name = name.replace(SUFFIX, "")
+    product = into.op_of(
+        CONTRIB,
+        "MatMulNBits",
+        inputs,
+        into.constant(f"{name}.values", matrix.packed_values()),
+        into.constant(f"{name}.scales", matrix.scales),
+        into.constant(f"{name}.zero_points", matrix.packed_zero_points()),
+        K=width,
+        N=rows,
+        bits=matrix.bits,
+        block_size=BLOCK,
+        accuracy_level=ACCURACY_LEVEL,
+    )
+    product.shape, product.type = output.shape, output.type
+    if matrix.residuals is not None:
+        product = _add_residuals(into, name, matrix.residuals, inputs, product)
+        product.shape, product.type = output.shape, output.type
+    into.commit()
+    replace_value(output, product)
+    graph.remove(node, safe=True)
+
+
+def _add_residuals(into: Insertion, name: str, residuals: np.ndarray, inputs: ir.Value | None, product: ir.Value) -> ir.Value:
+    if inputs is None or inputs.shape is None:
+        raise ir.passes.PreconditionError(f"{name}: the rank of what it is multiplied with is not known")
+    leading = [0] * (len(inputs.shape) - 1)
+    blocks = into.op("Reshape", inputs, into.ints(*leading, residuals.shape[1], BLOCK))
+    sums = into.op("ReduceSum", blocks, into.ints(-1), keepdims=0)
+    return into.op("Add", product, into.op("MatMul", sums, into.constant(f"{name}.residuals", residuals.T.copy())))

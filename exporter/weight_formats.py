@@ -1,0 +1,116 @@
+"""In which form each weight of a model is stored: float32, or blocks of 4 or 8 bits.
+
+Layers take the bits of the format; the embedding and the head take 8 in either, since they are what a small model loses most by. Blocks
+of a GGUF file are taken over as they are wherever the operators can say the same thing; all other weights are rounded.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from sinkring.exporter.quantize import BLOCK, BlockMatrix, quantize_blocks
+from sinkring.models.gguf_blocks import GgufBlocks, read_gguf_blocks
+from sinkring.models.source import LoadedModel, resolve_source
+from sinkring.runtime.errors import InputError, UnsupportedError
+from sinkring.runtime.manifest import WeightStorage
+
+WeightFormat = Literal["fp32", "int8", "int4"]
+_LAYER_BITS = {"int8": 8, "int4": 4}
+_TABLE_BITS = 8
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """blocks: by parameter name. taken_over: names whose blocks are the source file's. kept: names of the matrices left in float32."""
+
+    blocks: dict[str, BlockMatrix]
+    taken_over: frozenset[str]
+    kept: tuple[str, ...]
+
+    def described(self, weights: WeightFormat) -> WeightStorage:
+        return WeightStorage(weights, self.kept, len(self.taken_over))
+
+    def by_initializer(self, model: torch.nn.Module) -> dict[str, BlockMatrix]:
+        """The blocks by the names that a trace of `model` gives its weights; a tied one goes by any of its names."""
+        named = list(model.named_parameters(remove_duplicate=False))
+        owners = {id(parameter): self.blocks[name] for name, parameter in named if name in self.blocks}
+        return {f"model.{name}": owners[id(parameter)] for name, parameter in named if id(parameter) in owners}
+
+
+def check_weight_format(weights: str, keep: Sequence[str]) -> None:
+    """Raises UnsupportedError for a format that is not known, InputError for patterns that no format heeds."""
+    if weights not in get_args(WeightFormat):
+        raise UnsupportedError(f"weights={weights!r} is not a format; use one of {', '.join(get_args(WeightFormat))}")
+    if isinstance(keep, str) or not all(isinstance(pattern, str) and pattern for pattern in keep):
+        raise InputError(f"keep_fp32={keep!r}: give a list of patterns of weight names, such as 'model.layers.0.*'")
+    if keep and weights == "fp32":
+        raise InputError(f"keep_fp32={keep[0]!r} with weights fp32, which keeps all: leave it out, or use weights int8 or int4")
+
+
+def choose_weights(loaded: LoadedModel, weights: str, keep: Sequence[str]) -> StoredWeights:
+    """The blocks of every matrix that is not kept. Patterns are those of fnmatch, against names such as model.layers.0.mlp.up_proj.weight.
+
+    Raises InputError for a pattern that no matrix matches.
+    """
+    if weights == "fp32":
+        return StoredWeights({}, frozenset(), ())
+    ours = _gguf_blocks(loaded)
+    blocks, taken, kept, used = {}, set(), [], set()
+    for name, weight, is_table in _matrices(loaded.model):
+        matched = [pattern for pattern in keep if fnmatchcase(name, pattern)]
+        used.update(matched)
+        if matched or weight.shape[1] % BLOCK:
+            kept.append(name)
+            continue
+        bits = _TABLE_BITS if is_table else _LAYER_BITS[weights]
+        same = take_over(ours[name], weight, bits, residuals=not is_table) if name in ours else None
+        blocks[name] = same or quantize_blocks(weight, bits)
+        if same:
+            taken.add(name)
+    if unused := [pattern for pattern in keep if pattern not in used]:
+        example = next(iter(blocks), "none")
+        raise InputError(f"keep_fp32={unused[0]!r}: no weight has such a name; names look like {example}")
+    return StoredWeights(blocks, frozenset(taken), tuple(kept))
+
+
+def take_over(blocks: GgufBlocks, weight: torch.Tensor, bits: int, *, residuals: bool) -> BlockMatrix | None:
+    """The file's own blocks, or None where they cannot be: other bits, residuals that are not wanted, or not this weight's numbers.
+
+    Q4_0 and Q8_0 have a whole zero point. Q4_1's minimum m is no multiple of its scale d: the zero point is the nearest whole number to
+    -m/d, and what is left over, m + d * zero_point, is the block's residual.
+    """
+    # Also for rows in an order that nobody told us of.
+    if blocks.bits != bits or not np.array_equal(blocks.dequantized(), weight.numpy()):
+        return None
+    if blocks.kind != "Q4_1":
+        zero = np.full(blocks.scales.shape, 1 << (bits - 1), np.uint8)
+        return BlockMatrix(bits, blocks.values, blocks.scales, zero)
+    if not residuals:
+        return None
+    scales = blocks.scales
+    with np.errstate(divide="ignore", invalid="ignore"):
+        nearest = np.where(scales == 0, 0, np.round(-blocks.minima / scales))
+    zero = np.clip(nearest, 0, (1 << bits) - 1).astype(np.uint8)
+    return BlockMatrix(bits, blocks.values, scales, zero, blocks.minima + scales * zero)
+
+
+def _gguf_blocks(loaded: LoadedModel) -> dict[str, GgufBlocks]:
+    source = resolve_source(loaded.source)
+    names = [name for name, _, _ in _matrices(loaded.model)]
+    return read_gguf_blocks(source.path, loaded.config, names) if source.kind == "gguf" else {}
+
+
+def _matrices(model: Any) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """(name, weight [N,K], whether it is the embedding or the head) of each matrix that a layer multiplies with or looks up, each once."""
+    tables = {id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None}
+    seen = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear) and id(module) not in tables:
+            continue
+        weight = module.weight
+        if id(weight) not in seen:
+            seen.add(id(weight))
+            yield f"{name}.weight", weight.detach(), id(module) in tables

@@ -1,0 +1,82 @@
+"""Blocks of small integers: what they stand for, how they are packed, and that the search for a grid is worth its time."""
+
+import numpy as np
+import pytest
+import torch
+from sinkring.exporter.quantize import BLOCK, quantize_blocks, stack
+from sinkring.exporter.weight_formats import take_over
+from sinkring.models.gguf_blocks import GgufBlocks
+
+GENERATOR = torch.Generator().manual_seed(0)
+WEIGHT = 0.3 * torch.randn(6, 3 * BLOCK, generator=GENERATOR)
+RNG = np.random.default_rng(0)
+
+
+def squared_error(found: np.ndarray, weight: torch.Tensor) -> float:
+    return float(np.square(found - weight.numpy()).sum())
+
+
+def rounded_by_range(weight: torch.Tensor, bits: int) -> np.ndarray:
+    """Plain rounding of each block over its whole range, written down in another way than the code under test."""
+    blocks = weight.numpy().reshape(-1, BLOCK).astype(np.float64)
+    low, high = np.minimum(blocks.min(1), 0), np.maximum(blocks.max(1), 0)
+    scale = (high - low) / (2**bits - 1)
+    zero = np.round(-low / scale)
+    values = np.clip(np.round(blocks / scale[:, None] + zero[:, None]), 0, 2**bits - 1)
+    return ((values - zero[:, None]) * scale[:, None]).reshape(weight.shape)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_search_beats_plain_rounding(bits: int) -> None:
+    found = quantize_blocks(WEIGHT, bits)
+    assert found.values.max() < 1 << bits
+    assert squared_error(found.dequantized(), WEIGHT) < 0.97 * squared_error(rounded_by_range(WEIGHT, bits), WEIGHT)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_that_lie_on_a_grid_come_back(bits: int) -> None:
+    whole = torch.from_numpy(RNG.integers(0, 1 << bits, (4, 2 * BLOCK)))
+    whole[:, 0::BLOCK], whole[:, 1::BLOCK] = 0, (1 << bits) - 1
+    weight = (whole - 5) * 0.25
+    np.testing.assert_allclose(quantize_blocks(weight, bits).dequantized(), weight, rtol=1e-6)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.7, -0.7])
+def test_blocks_of_one_number(value: float) -> None:
+    weight = torch.full((1, BLOCK), value)
+    np.testing.assert_allclose(quantize_blocks(weight, 4).dequantized(), weight, rtol=1e-6)
+
+
+def test_packing_puts_the_first_of_two_values_low() -> None:
+    found = quantize_blocks(WEIGHT, 4)
+    packed = found.packed_values()
+    assert packed.shape == (6, 3, BLOCK // 2)
+    np.testing.assert_array_equal(packed & 15, found.values.reshape(6, 3, BLOCK)[:, :, 0::2])
+    np.testing.assert_array_equal(packed >> 4, found.values.reshape(6, 3, BLOCK)[:, :, 1::2])
+    zeros = found.packed_zero_points()
+    assert zeros.shape == (6, 2)
+    np.testing.assert_array_equal(zeros[:, 0] >> 4, found.zero_points[:, 1])
+    np.testing.assert_array_equal(zeros[:, 1], found.zero_points[:, 2])
+
+
+def q4_1() -> GgufBlocks:
+    scales = RNG.random((4, 2), np.float32) + 0.1
+    return GgufBlocks("Q4_1", RNG.integers(0, 16, (4, 2 * BLOCK), dtype=np.uint8), scales, -5.3 * scales)
+
+
+def test_blocks_with_a_minimum_are_taken_over_with_a_residual() -> None:
+    blocks = q4_1()
+    taken = take_over(blocks, torch.from_numpy(blocks.dequantized()), 4, residuals=True)
+    assert taken is not None
+    np.testing.assert_array_equal(taken.values, blocks.values)
+    np.testing.assert_allclose(taken.dequantized(), blocks.dequantized(), rtol=0, atol=1e-6)
+    both = stack([quantize_blocks(WEIGHT[:, : 2 * BLOCK], 4), taken])
+    np.testing.assert_array_equal(both.dequantized()[6:], taken.dequantized())
+
+
+def test_blocks_are_not_taken_over_for_other_weights_bits_or_operators() -> None:
+    blocks = q4_1()
+    weight = torch.from_numpy(blocks.dequantized())
+    assert take_over(blocks, weight + 1e-3, 4, residuals=True) is None
+    assert take_over(blocks, weight, 8, residuals=True) is None
+    assert take_over(blocks, weight, 4, residuals=False) is None
