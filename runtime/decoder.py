@@ -1,5 +1,6 @@
 """An opened bundle: rows for streams, and the calls that advance them."""
 
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,25 @@ from sinkring.runtime.backends import Backend, open_backend
 from sinkring.runtime.bundle import check_consistent, check_files
 from sinkring.runtime.errors import CapacityError, InputError
 from sinkring.runtime.manifest import Manifest
+from sinkring.runtime.metrics import Metrics, Recorder, counts_refusals
 from sinkring.runtime.ring import split_chunks
 from sinkring.runtime.snapshot import read_snapshot
 from sinkring.runtime.stream import Stream
 
 
 def open_bundle(
-    bundle: str | Path, backend: str = "onnxruntime", *, target: str | None = None, verify: bool = True, **options: Any
+    bundle: str | Path,
+    backend: str = "onnxruntime",
+    *,
+    target: str | None = None,
+    verify: bool = True,
+    alarms: bool = True,
+    **options: Any,
 ) -> "Decoder":
     """Open a bundle folder; everything that running it needs is allocated now.
 
     target: which graphs to run, by what they were lowered for; default: the backend's own. verify=False skips the sha256 of the weights.
+    alarms=False gives out logits as they are, also such as are not finite or have exploded: for tools that measure them.
     options go to the backend (onnxruntime: threads).
     Raises BundleError, InputError for an option out of range, UnsupportedError, DependencyError.
     """
@@ -28,18 +37,35 @@ def open_bundle(
     manifest = Manifest.read(path)
     check_consistent(path, manifest)
     check_files(path, manifest, hashes=verify)
-    return Decoder(path, manifest, open_backend(backend, path, manifest, target, options))
+    return Decoder(path, manifest, open_backend(backend, path, manifest, target, options), alarms)
 
 
 class Decoder:
     """Made by `open_bundle`. Use as a context manager, or call `close`. Not thread-safe: one thread at a time."""
 
-    def __init__(self, path: Path, manifest: Manifest, backend: Backend) -> None:
-        self.path, self.manifest, self.backend = path, manifest, backend
+    def __init__(self, path: Path, manifest: Manifest, backend: Backend, alarms: bool = True) -> None:
+        self.path, self.manifest, self.backend, self.alarms = path, manifest, backend, alarms
         self._geometries = tuple(ring.geometry for ring in manifest.rings)
         self._free = list(range(manifest.batch))
         self._streams: dict[int, Stream] = {}
         self._open = True
+        self.recorder = Recorder()
+
+    def metrics(self) -> Metrics:
+        """What the decoder is doing, for a monitor. May be called from another thread."""
+        recorder = self.recorder
+        return Metrics(
+            positions={row: stream.position for row, stream in list(self._streams.items())},
+            tokens=recorder.tokens,
+            tokens_per_second=recorder.rate(),
+            step_p50_ms=recorder.step_percentile(50),
+            step_p99_ms=recorder.step_percentile(99),
+            cache_bytes=self.cache_bytes,
+            wraps=recorder.wraps,
+            resets=recorder.resets,
+            refusals=recorder.refusals,
+            numerical_alarms=recorder.numerical_alarms,
+        )
 
     @property
     def cache_bytes(self) -> int:
@@ -51,11 +77,16 @@ class Decoder:
         """How many tokens a stream can take back once a ring has overwritten one; all of them if its caches are linear."""
         return min(geometry.slack if geometry.wraps else geometry.window_tokens for geometry in self._geometries)
 
+    def wraps_within(self, tokens: int) -> int:
+        """How often the first ring has begun anew in a stream of `tokens` tokens."""
+        return self._geometries[0].wraps_within(tokens)
+
     @property
     def shortest_capacity(self) -> int:
         """Tokens of a stream before any ring has overwritten one."""
         return min(geometry.capacity for geometry in self._geometries)
 
+    @counts_refusals
     def stream(self) -> Stream:
         """A fresh stream on a free row. Raises CapacityError when all rows are taken."""
         self.require_open()
@@ -66,12 +97,14 @@ class Decoder:
         self._streams[row] = Stream(self, row)
         return self._streams[row]
 
+    @counts_refusals
     def step(self, tokens: Mapping[Stream, int]) -> dict[Stream, NDArray[np.float32]]:
         """Append one token to each of the named streams, in one call of the decode graph; no other stream changes by a bit.
 
         Returns float32 [V] for each: the logits after its token.
         Raises InputError or CapacityError, before anything has changed, for an id outside [0, V), a stream of another decoder or a closed
-        one, and past the position limit or the capacity.
+        one, and past the position limit or the capacity; NumericalError likewise for a stream that is stopped. A stream whose logits turn
+        out not to be sound now is stopped, and does not keep the others from theirs: see `Stream.alarm`.
         """
         self.require_open()
         if not isinstance(tokens, Mapping) or not tokens:
@@ -92,7 +125,9 @@ class Decoder:
         idle = [row for row, stream in self._streams.items() if stream not in ids]
         for stream in ids:
             stream.about_to_write(1)
+        began = time.perf_counter()
         self.backend.decode(idle)
+        self.recorder.call(began, len(ids), decode=True)
         for stream, token in ids.items():
             stream.took(token, self.backend.logits[stream.row, -1])
         return {stream: self.backend.logits[stream.row, -1].copy() for stream in ids}
@@ -145,10 +180,13 @@ class Decoder:
             stop = start + length
             at = position + start
             if length == 1 and self.manifest.batch == 1:
-                yield start, stop, self._decode_one(int(tokens[start]), at)
+                logits = self._decode_one(int(tokens[start]), at)
             else:
                 write_index = tuple(geometry.slot(at) for geometry in self._geometries)
-                yield start, stop, self.backend.prefill(row, tokens[start:stop], at, write_index, all_logits)
+                began = time.perf_counter()
+                logits = self.backend.prefill(row, tokens[start:stop], at, write_index, all_logits)
+                self.recorder.call(began, length, decode=False)
+            yield start, stop, logits
             start = stop
 
     def close(self) -> None:
@@ -170,7 +208,9 @@ class Decoder:
 
     def _decode_one(self, token: int, position: int) -> NDArray[np.float32]:
         self._place(0, token, position)
+        began = time.perf_counter()
         self.backend.decode()
+        self.recorder.call(began, 1, decode=True)
         return self.backend.logits[0]
 
     def _place(self, row: int, token: int, position: int) -> None:

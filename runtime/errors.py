@@ -6,7 +6,9 @@ Assertions are for our own bugs and are not of these classes.
 
 
 class SinkringError(Exception):
-    """Base of every error a user can cause and mend."""
+    """Base of every error a user can cause and mend. counted: by the metrics of a decoder."""
+
+    counted = False
 
 
 class GeometryError(SinkringError):
@@ -19,6 +21,10 @@ class BundleError(SinkringError):
 
 class InputError(SinkringError):
     """Tokens, text or options that the model cannot take."""
+
+
+class NumericalError(InputError):
+    """Logits that are not finite or have exploded: the stream is stopped, and gives nothing more until it is reset."""
 
 
 class CapacityError(SinkringError):

@@ -90,6 +90,10 @@ class RingGeometry:
             return position
         return self.sinks_tokens + (position - self.sinks_tokens) % self.slots
 
+    def wraps_within(self, tokens: int) -> int:
+        """How often the ring has begun anew in a stream of `tokens` tokens."""
+        return max(tokens - 1 - self.sinks_tokens, 0) // self.slots
+
     def attended(self, position: int) -> list[int]:
         """Positions that the query at `position` attends to, ascending: A(q) = sinks up to q, then the last W up to q."""
         sinks = range(min(self.sinks_tokens, position + 1))

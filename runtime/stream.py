@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sinkring.runtime.errors import CapacityError, InputError
+from sinkring.runtime.errors import CapacityError, InputError, NumericalError
+from sinkring.runtime.metrics import Recorder, counts_refusals, numerical_fault
 from sinkring.runtime.sampling import Sampler, SamplingOptions
 from sinkring.runtime.snapshot import LOGITS, write_snapshot
 
@@ -42,6 +43,8 @@ class Stream:
         # False after a rollback: the logits are those of a token that is gone.
         self._logits_stand = True
         self._open = True
+        # Why the stream is stopped, None while it is sound.
+        self._alarm: str | None = None
 
     def __repr__(self) -> str:
         return f"Stream(row={self.row}, position={self.position}{'' if self._open else ', closed'})"
@@ -51,15 +54,25 @@ class Stream:
         """Tokens in the stream so far: the position that the next token will have."""
         return self._fed + len(self._pending)
 
+    @property
+    def alarm(self) -> str | None:
+        """Why the stream is stopped, its logits not finite or exploded; None while it is sound. Until `reset` it gives nothing more."""
+        return self._alarm
+
+    @property
+    def recorder(self) -> Recorder:
+        return self._decoder.recorder
+
+    @counts_refusals
     def feed(self, ids: Ids, all_logits: bool = False) -> NDArray[np.float32]:
         """Append tokens. Exact for any number of them, from any position, also past the end of the ring.
 
         Returns float32 [V], the logits after the last token, or with all_logits float32 [len(ids), V].
         Raises InputError for no ids or an id outside [0, V), CapacityError past the position limit or, in a linear cache, the capacity;
-        then nothing has changed.
+        then nothing has changed; NumericalError for logits that are not finite or have exploded, which stops the stream.
         """
         tokens = self._checked(ids)
-        self._require_open()
+        self._require_sound()
         carried = len(self._pending)
         whole = np.concatenate([np.array(self._pending, np.int64), tokens]) if carried else tokens
         self._decoder.check_room(self._fed, len(whole))
@@ -67,6 +80,7 @@ class Stream:
         self._advance(whole, out)
         return self._logits.copy() if out is None else out[carried:]
 
+    @counts_refusals
     def generate(
         self,
         max_tokens: int,
@@ -84,9 +98,10 @@ class Stream:
         stream, so that a next turn continues after it. Calls with equal options go on with one random sequence, other options start a new
         one.
 
-        Raises InputError before the first token if nothing has been fed or an option is out of range; from the loop, InputError for logits
-        that are not finite and for a loop that a reset or a call with other options has ended, CapacityError past the position limit or
-        the capacity or once the stream is closed. A token is then neither yielded nor made part of the stream.
+        Raises InputError before the first token if nothing has been fed or an option is out of range; from the loop, NumericalError for
+        logits that are not finite or have exploded, InputError for a loop that a reset or a call with other options has ended,
+        CapacityError past the position limit or the capacity or once the stream is closed. A token is then neither yielded nor made part
+        of the stream.
         """
         options = SamplingOptions(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
@@ -94,10 +109,11 @@ class Stream:
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int | np.integer) or max_tokens < 0:
             raise InputError(f"max_tokens={max_tokens!r}: must be a whole number, 0 or more")
         stops = self._checked_stops(stop_ids)
-        self._require_open()
+        self._require_sound()
         self._require_logits("generate")
         return self._generate(int(max_tokens), self._sampler_for(options), stops)
 
+    @counts_refusals
     def sample(
         self,
         temperature: float = 0.0,
@@ -114,12 +130,13 @@ class Stream:
         options = SamplingOptions(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
         )
-        self._require_open()
+        self._require_sound()
         self._require_logits("sample")
         sampler = self._sampler_for(options)
         self._renew_logits()
         return sampler.sample(self._logits)
 
+    @counts_refusals
     def rollback(self, tokens: int) -> None:
         """Take back the last `tokens` tokens, as if they had never been fed; they may have been fed, stepped or generated.
 
@@ -127,7 +144,7 @@ class Stream:
         remembers: its slack, counted from the furthest position that was ever written; nothing has changed then. A linear cache
         remembers everything.
         """
-        self._require_open()
+        self._require_sound()
         if isinstance(tokens, bool) or not isinstance(tokens, int | np.integer) or tokens < 0:
             raise InputError(f"rollback: tokens={tokens!r}: must be a whole number, 0 or more")
         if not tokens:
@@ -148,21 +165,23 @@ class Stream:
 
     def fork(self) -> "Stream":
         """A second stream, on a free row, that goes on from here bit for bit. Raises CapacityError when all rows are taken."""
-        self._require_open()
+        self._require_sound()
         return self._decoder.fork(self)
 
     def snapshot(self, path: str | Path) -> None:
         """Write the stream to `path`, for `Decoder.restore`; the file is there whole or not at all. Needs the package safetensors.
 
-        Raises InputError when it can't be written.
+        Raises InputError when it can't be written, NumericalError for a stream that is stopped.
         """
-        self._require_open()
+        self._require_sound()
         write_snapshot(Path(path), self._decoder.manifest, *self.capture())
 
     def reset(self) -> None:
         """Forget everything: the stream equals a fresh one."""
         self._require_open()
         self._decoder.backend.reset_row(self.row)
+        self._alarm = None
+        self.recorder.resets += 1
         self._fed = self._reached = 0
         self._logits_stand = True
         self._pending.clear()
@@ -184,20 +203,23 @@ class Stream:
 
     def _generate(self, max_tokens: int, sampler: Sampler, stops: frozenset[int]) -> Iterator[int]:
         for _ in range(max_tokens):
-            self._require_open()
-            if sampler is not self._sampler:
-                raise InputError(
-                    "generate: this loop ended when the stream was reset or generate was called with other options; call it again"
-                )
-            self._require_logits("generate")
-            self._decoder.check_room(self.position, 1)
-            self._renew_logits()
-            token = sampler.sample(self._logits)
-            self._pending.append(token)
-            self._remember(token)
+            token = self._draw(sampler)
             if token in stops:
                 return
             yield token
+
+    @counts_refusals
+    def _draw(self, sampler: Sampler) -> int:
+        self._require_sound()
+        if sampler is not self._sampler:
+            raise InputError("generate: this loop ended when the stream was reset or generate was called with other options; call it again")
+        self._require_logits("generate")
+        self._decoder.check_room(self.position, 1)
+        self._renew_logits()
+        token = sampler.sample(self._logits)
+        self._pending.append(token)
+        self._remember(token)
+        return token
 
     def _sampler_for(self, options: SamplingOptions) -> Sampler:
         if self._sampler is None or self._sampler.options != options:
@@ -214,7 +236,7 @@ class Stream:
     def check_next(self, token: int) -> int:
         """Could this be the next token? Called by `Decoder.step`. Raises as `feed` does."""
         (checked,) = self._checked([token], "step").tolist()
-        self._require_open()
+        self._require_sound()
         self._decoder.check_room(self.position, 1)
         return int(checked)
 
@@ -227,6 +249,7 @@ class Stream:
         self._logits[:] = logits
         self._count(1)
         self._remember(token)
+        self._watch(logits)
 
     def capture(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """Everything the stream is: a record of JSON values, and arrays that alias nothing."""
@@ -268,10 +291,13 @@ class Stream:
             del self._pending[:carried]
             for token in tokens[start + carried : stop].tolist():
                 self._remember(token)
+            self._watch(logits)
+            self._require_sound()
             self.about_to_write(min(chunk, len(tokens) - stop))
 
     def _count(self, tokens: int) -> None:
-        self._fed += tokens
+        before, self._fed = self._fed, self._fed + tokens
+        self.recorder.wraps += self._decoder.wraps_within(self._fed) - self._decoder.wraps_within(before)
         self._logits_stand = True
 
     def _oldest(self) -> int:
@@ -290,6 +316,8 @@ class Stream:
             last = np.array([self._history[-1]], np.int64)
             for _, _, logits in self._decoder.run(self.row, self._fed - 1, last, False):
                 self._logits[:] = logits[-1]
+                self._watch(logits)
+            self._require_sound()
             self._logits_stand = True
 
     def _require_logits(self, call: str) -> None:
@@ -337,6 +365,21 @@ class Stream:
         if wrong := sorted(token for token in stops if not 0 <= token < vocab):
             raise InputError(f"stop_ids: {wrong[0]} is outside the vocabulary [0, {vocab}): was it made by this bundle's tokenizer?")
         return stops
+
+    def _watch(self, logits: NDArray[np.float32]) -> None:
+        """Stop the stream if its latest logits are no numbers to go on with."""
+        fault = numerical_fault(logits) if self._decoder.alarms else None
+        if fault is not None:
+            self._alarm = fault
+            self.recorder.numerical_alarms += 1
+
+    def _require_sound(self) -> None:
+        self._require_open()
+        if self._alarm is not None:
+            raise NumericalError(
+                f"the logits at position {self._fed} {self._alarm}: the stream is stopped, nothing of it was given out; reset the stream, "
+                "and if it comes back export with dtype fp32"
+            )
 
     def _require_open(self) -> None:
         self._decoder.require_open()

@@ -63,7 +63,7 @@ def test_constraints_pin_every_package_that_is_asked_for() -> None:
     """A name in pyproject.toml without a pin would float; `tensorrt`, `gpu` and their like are not part of the tested set."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    used = ("cpu", "cli", "plots", "export", "tensorrt-rtx", "dev")
+    used = ("cpu", "cli", "plots", "metrics", "export", "tensorrt-rtx", "dev")
     asked = [*project["dependencies"], *(line for extra in used for line in extras[extra])]
     names = {line.partition(">=")[0] for line in asked if not line.startswith("sinkring[")}
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()

@@ -78,7 +78,7 @@ class Subject:
     def open(self, target: str | None = None) -> Decoder:
         """A decoder of its own, with fresh state. Close it. With a target its graphs themselves are run."""
         backend = "onnxruntime" if target is not None and self.runs_engines else self.backend
-        return open_bundle(self.path, backend, target=target, verify=False)
+        return open_bundle(self.path, backend, target=target, verify=False, alarms=False)
 
     def off(self, logits: Logits, position: int) -> float:
         """Largest |error| of logits [V] or [T,V] against the oracle's from `position` on; infinite if one is not finite."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sinkring.runtime import Decoder, Stream, open_bundle
-from sinkring.runtime.errors import CapacityError, InputError
+from sinkring.runtime.errors import CapacityError, InputError, NumericalError
 
 from tests.runtime.stream_case import V, assert_close, snapshot
 
@@ -110,14 +110,17 @@ def test_poison_in_a_row_stays_there(decoder: Decoder, tiny_bundle_of_three: Pat
             streams[1].close()
         before = None if sick == "free" else snapshot(streams[1])
         for token in range(30):
-            company = {streams[1]: token} if sick == "stepping" else {}
+            company = {streams[1]: token} if sick == "stepping" and streams[1].alarm is None else {}
             got = decoder.step({streams[0]: token, streams[2]: token + 1, **company})
             expected = other.step({healthy[0]: token, healthy[2]: token + 1})
             for row in (0, 2):
                 np.testing.assert_array_equal(got[streams[row]], expected[healthy[row]])
                 assert np.isfinite(got[streams[row]]).all()
-            if sick == "stepping" and np.isnan(poison):
+            if company and np.isnan(poison):
                 assert np.isnan(got[streams[1]]).all()
+                assert streams[1].alarm is not None
+                with pytest.raises(NumericalError):
+                    decoder.step({streams[0]: token, streams[1]: token})
         if sick == "idle":
             assert snapshot(streams[1]) == before
         if sick != "free":
