@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from sinkring.exporter.conformance.suite import check_conformance
     from sinkring.exporter.export import export_decoder
     from sinkring.exporter.perplexity import measure_perplexity
+    from sinkring.exporter.report.write import write_report
     from sinkring.exporter.validate import validate_bundle
 
 _HOMES = {
@@ -16,9 +17,10 @@ _HOMES = {
     "check_conformance": "sinkring.exporter.conformance.suite",
     "measure_perplexity": "sinkring.exporter.perplexity",
     "validate_bundle": "sinkring.exporter.validate",
+    "write_report": "sinkring.exporter.report.write",
 }
 
-__all__ = ["build_engine", "check_conformance", "export_decoder", "measure_perplexity", "validate_bundle"]
+__all__ = ["build_engine", "check_conformance", "export_decoder", "measure_perplexity", "validate_bundle", "write_report"]
 
 
 def __getattr__(name: str) -> Any:

@@ -180,6 +180,7 @@ def run_command(
     ] = None,
     backend: Annotated[str, typer.Option(help="What runs the graphs: onnxruntime, tensorrt, tensorrt-rtx.")] = "onnxruntime",
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: all cores.", show_default=False)] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Draw the ring at the foot of the terminal.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text, or chat, for as long as you like in constant memory."""
@@ -191,7 +192,7 @@ def run_command(
     sampling = SamplingOptions(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
     )
-    options = RunOptions(tokens, sampling, tuple(stop or ()), backend, threads, as_json)
+    options = RunOptions(tokens, sampling, tuple(stop or ()), backend, threads, as_json, watch)
     if chat and prompt is not None:
         raise InputError("--prompt and --chat are given: a chat takes its turns from stdin; leave one of them out")
     if chat:
@@ -315,6 +316,36 @@ def perplexity_command(
         print_perplexity(found)
         for path in files:
             print(path)
+
+
+@app.command("report")
+def report_command(
+    bundle: BundleArgument,
+    out: Annotated[str, typer.Option(metavar="FILE", help="The HTML file to write.")] = "report.html",
+    steps: Annotated[int, typer.Option(help="Tokens to compare with eager PyTorch; 0: none.")] = 700,
+    text: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Measure the perplexity on it: UTF-8, or topics, kjv. Default: do not.", show_default=False),
+    ] = None,
+    bundles: Annotated[str, typer.Option(metavar="FOLDER", help="Where the perplexity's configurations go.")] = "bundles/perplexity",
+    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: all cores.", show_default=False)] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a page about a bundle: its ring drawn, parity, speed, memory, perplexity, engine plans."""
+    with needs_extra("export", "report"):
+        from sinkring.exporter.report.write import write_report
+
+    with progress_bars() as progress:
+        facts = write_report(bundle, out, steps=steps, text=text, bundles=bundles, threads=threads, progress=progress)
+    passed = facts.validation.passed if facts.validation else None
+    if as_json:
+        print_json(
+            {"report": out, "passed": passed, "tokens_per_second": 1e3 / facts.speed.median_ms, "cache_bytes": facts.speed.cache_bytes}
+        )
+    else:
+        print(out)
+    if passed is False:
+        raise typer.Exit(VALIDATION_FAILED)
 
 
 @app.command("inspect")

@@ -12,11 +12,16 @@ from collections.abc import Callable
 _PERIOD_SECONDS = 0.1
 
 
+def has_terminal() -> bool:
+    """Whether stderr is a terminal on which the line can be drawn."""
+    return sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
 class LiveLine:
     """A context manager. Does nothing where stderr is no terminal, or one that knows no such sequences."""
 
     def __init__(self) -> None:
-        self._on = sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._on = has_terminal()
         self._rows = 0
         self._next = 0.0
 

@@ -1,5 +1,6 @@
 """`sinkring run`: text from a prompt, or a chat that goes on by ids for as long as it likes."""
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,8 +9,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from sinkring.exporter.cli_faults import INTERRUPTED
-from sinkring.exporter.cli_live import LiveLine
+from sinkring.exporter.cli_live import LiveLine, has_terminal
 from sinkring.exporter.cli_output import note, print_json
+from sinkring.exporter.cli_ring import ring_line
 from sinkring.exporter.machine import describe_machine
 from sinkring.runtime import Decoder, Manifest, SamplingOptions, Stream, open_bundle
 from sinkring.runtime.answer import Answer
@@ -27,7 +29,7 @@ _CHUNKS_PER_PIECE = 8
 @dataclass(frozen=True)
 class RunOptions:
     """tokens: the longest answer. threads: None for all cores. as_json: no text as it comes, but an object for each turn of a chat as it
-    ends, and one at the end."""
+    ends, and one at the end. watch: draw the ring at the foot of the terminal."""
 
     tokens: int
     sampling: SamplingOptions
@@ -35,10 +37,13 @@ class RunOptions:
     backend: str
     threads: int | None
     as_json: bool
+    watch: bool = False
 
     def __post_init__(self) -> None:
         if self.tokens < 0:
             raise InputError(f"tokens={self.tokens}: must be 0 or more")
+        if self.watch and not has_terminal():
+            raise InputError("--watch draws on a terminal, and stderr is none here; leave it out")
         StopMatcher(self.stops)
         for stop in self.stops:
             _check_text("--stop", stop)
@@ -112,6 +117,9 @@ class _Session:
             self._turns += 1
 
     def line(self) -> str:
+        if self._options.watch:
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns
+            return ring_line(self.decoder.manifest.rings[0].geometry, self.stream.position, columns)
         rate = self.meter.tokens_per_second
         speed = "reading" if rate is None else f"{rate:.1f} tokens/s"
         return f"position {self.stream.position:,}   {speed}   cache {self.decoder.cache_bytes:,} bytes"
