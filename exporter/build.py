@@ -64,12 +64,14 @@ def build_engine(
     optimization_level: int | None = None,
     workspace_mib: int | None = None,
     timing_cache: str | Path | None = None,
+    next_token: bool = False,
     progress: Progress | None = None,
 ) -> list[BuildReport]:
     """Build an engine from every graph that `bundle` holds for `target`, for every compute capability in `sm`.
 
     sm: 10 x major + minor; default 89 for "tensorrt-rtx", which needs no GPU, and the GPU that is present for "tensorrt".
-    optimization_level, workspace_mib, timing_cache: see BuilderOptions; only "tensorrt" has timings to keep.
+    optimization_level, workspace_mib, timing_cache: see BuilderOptions; only "tensorrt" has timings to keep. next_token: decode engines
+    pick the likeliest token, for `Stream.extend` to run without the host.
     progress: called with (phase, steps done, steps in all) while building; an exception from it cancels the build.
     Each finished engine is in the manifest before the next is begun. An older one for the same graph, target and sm is replaced.
 
@@ -78,7 +80,7 @@ def build_engine(
     PlanReport.faults).
     """
     folder = Path(bundle)
-    options = BuilderOptions(optimization_level, workspace_mib, None if timing_cache is None else Path(timing_cache))
+    options = BuilderOptions(optimization_level, workspace_mib, None if timing_cache is None else Path(timing_cache), next_token)
     options.check_target(target)
     trt = load_builder(target)
     manifest = Manifest.read(folder)

@@ -15,6 +15,7 @@ _MIB = 1 << 20
 class BuilderOptions:
     """optimization_level: 0 (quick to build) to 5 (longest search); workspace_mib: most scratch memory of any one kernel, in MiB;
     timing_cache: a file of kernel timings, read if it is there and written after each build. None: the builder's own default.
+    next_token: see add_next_token.
 
     Raises InputError for a number out of range.
     """
@@ -22,6 +23,7 @@ class BuilderOptions:
     optimization_level: int | None = None
     workspace_mib: int | None = None
     timing_cache: Path | None = None
+    next_token: bool = False
 
     def __post_init__(self) -> None:
         level, workspace = self.optimization_level, self.workspace_mib

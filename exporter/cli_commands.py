@@ -137,6 +137,7 @@ def build_command(
         Path | None,
         typer.Option(metavar="FILE", help="With tensorrt: kernel timings, read and written, for quicker builds.", show_default=False),
     ] = None,
+    next_token: Annotated[bool, typer.Option("--next-token", help="Decode engines pick the likeliest token by themselves.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Build engines from a bundle and check their plans."""
@@ -154,6 +155,7 @@ def build_command(
             optimization_level=optimization_level,
             workspace_mib=workspace,
             timing_cache=timing_cache,
+            next_token=next_token,
             progress=progress,
         )
     reports = [json.loads(report.to_json()) for report in built]

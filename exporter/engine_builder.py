@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from sinkring.exporter.builder_options import BuilderOptions
+from sinkring.exporter.next_token import add_next_token
 from sinkring.exporter.plan_kernels import read_kernels
 from sinkring.runtime.backends.engine import MODULES, load_tensorrt
 from sinkring.runtime.errors import BuildError, DependencyError, UnsupportedError
@@ -106,6 +107,8 @@ def compile_engine(
             f"{onnx_path.name}: {target} {trt.__version__} cannot parse the graph: {errors or log.errors()}; export again for {target}"
         )
     _allow_decomposing(trt, network)
+    if options.next_token:
+        add_next_token(trt, network)
 
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED

@@ -14,6 +14,10 @@ from sinkring.runtime.manifest import Manifest, Role
 Tensors = dict[str, tuple[str, tuple[int | None, ...]]]
 
 
+# Output int64 [B,1] that a decode engine may have beside those of its graph: the likeliest token, for a greedy loop on the device.
+NEXT_TOKEN = "next_token"
+
+
 def expected_tensors(manifest: Manifest, role: Role) -> tuple[Tensors, Tensors]:
     """Inputs and outputs of the graph of `role`. A prefill graph binds one row of the batch."""
     decodes = role == "decode"

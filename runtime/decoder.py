@@ -132,6 +132,28 @@ class Decoder:
             stream.took(token, self.backend.logits[stream.row, -1])
         return {stream: self.backend.logits[stream.row, -1].copy() for stream in ids}
 
+    def extend(self, stream: Stream, first: int, steps: int) -> NDArray[np.int64] | None:
+        """Called by `Stream.extend`: feed `first` and then the likeliest tokens, `steps` in all, to its row. The tokens picked, or None."""
+        last = self.manifest.position_limit - 1
+        positions = np.empty((steps, self.manifest.batch), np.int64)
+        for row in range(self.manifest.batch):
+            other = self._streams.get(row)
+            positions[:, row] = min(other.position, last) if other is not None else 0
+        positions[:, stream.row] = np.arange(stream.position, stream.position + steps)
+        inputs = {"position": positions}
+        for ring in self.manifest.rings:
+            slots = [ring.geometry.slot(position) for position in positions.ravel().tolist()]
+            inputs[ring.write_index] = np.array(slots, np.int64).reshape(positions.shape)
+        self.backend.tokens[:] = 0
+        self.backend.tokens[stream.row] = first
+        began = time.perf_counter()
+        picked = self.backend.decode_greedy(inputs, [row for row in self._streams if row != stream.row])
+        if picked is None:
+            return None
+        # Not as a decode call, whose time is that of one step.
+        self.recorder.call(began, steps, decode=False)
+        return picked[:, stream.row]
+
     def restore(self, path: str | Path) -> Stream:
         """A stream that goes on bit for bit from `Stream.snapshot(path)`, on a free row, in this process or another.
 

@@ -114,6 +114,34 @@ class Stream:
         return self._generate(int(max_tokens), self._sampler_for(options), stops)
 
     @counts_refusals
+    def extend(self, tokens: int) -> NDArray[np.int64]:
+        """Append the likeliest token, `tokens` times; int64 [tokens], what `generate(tokens, stop_ids=())` yields. Raises as that does.
+
+        Where the engine was built with next_token the device runs many steps on end: no token is looked at before the last is there.
+        """
+        if isinstance(tokens, bool) or not isinstance(tokens, int | np.integer) or tokens < 0:
+            raise InputError(f"extend: tokens={tokens!r}: must be a whole number, 0 or more")
+        self._require_sound()
+        self._require_logits("extend")
+        self._decoder.check_room(self.position, int(tokens))
+        self._renew_logits()
+        self.about_to_write(int(tokens) - 1)
+        first = self._sampler_for(SamplingOptions(temperature=0.0)).sample(self._logits)
+        picked = self._decoder.extend(self, first, int(tokens) - 1) if tokens > 1 else None
+        if picked is None:
+            return np.fromiter(self.generate(int(tokens), stop_ids=()), np.int64, int(tokens))
+        self._logits[:] = self._decoder.backend.logits[self.row, -1]
+        self._count(len(picked))
+        fed = [first, *picked.tolist()]
+        for token in fed[:-1]:
+            self._remember(token)
+        self._watch(self._logits)
+        self._require_sound()
+        self._pending.append(fed[-1])
+        self._remember(fed[-1])
+        return np.array(fed, np.int64)
+
+    @counts_refusals
     def sample(
         self,
         temperature: float = 0.0,

@@ -77,6 +77,10 @@ class Device:
         """Device to host, in stream order: `array`, contiguous, holds it after `synchronize`."""
         self._copy(array.ctypes.data, address, array.nbytes, self._cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost)
 
+    def copy_across(self, to: int, source: int, size_bytes: int) -> None:
+        """Within the device, in stream order."""
+        self._copy(to, source, size_bytes, self._cudart.cudaMemcpyKind.cudaMemcpyDeviceToDevice)
+
     def copy_boxes(self, to: int, to_pitch: int, to_rows: int, source: int, pitch: int, rows: int, extent: tuple[int, int, int]) -> None:
         """One strided copy within the device. extent: (bytes in a line, lines in a slice, slices); lines lie a pitch apart (bytes), slices
         `rows` pitches."""

@@ -11,7 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 from sinkring.runtime.backends.cuda import Device, aligned
+from sinkring.runtime.backends.device_inputs import DeviceInputs
 from sinkring.runtime.backends.device_states import DeviceStates
+from sinkring.runtime.backends.greedy_loop import GreedyLoop
+from sinkring.runtime.contract import NEXT_TOKEN
 from sinkring.runtime.errors import BundleError, InputError
 from sinkring.runtime.manifest import Manifest, Ring, Role
 
@@ -21,6 +24,7 @@ class Program(Protocol):
 
     path: str
     scratch_bytes: int
+    picks_tokens: bool  # whether it has the output `next_token`
 
     def use_scratch(self, address: int, size_bytes: int) -> None: ...
 
@@ -72,6 +76,27 @@ class DeviceBackend:
             self._states.put_back(idle, self.write_index)
         self._device.synchronize()
 
+    def decode_greedy(self, inputs: dict[str, NDArray[np.int64]], idle: Sequence[int] = ()) -> NDArray[np.int64] | None:
+        """n steps from `tokens` on, each fed the likeliest token of the one before. None, and nothing done, if the engine picks no tokens.
+
+        inputs: `position` and the write indices of each step, int64 [n,B] by name; those of a row in `idle` are the same in each, and its
+        state is afterwards what it was before. Returns the tokens that were picked, int64 [n,B]; `logits` are the last step's.
+        """
+        if self._loop is None:
+            return None
+        for ring in self._manifest.rings:
+            for index in inputs[ring.write_index]:
+                _check_room(ring, index, 1)
+        kept = tuple(inputs[ring.write_index][0] for ring in self._manifest.rings)
+        if idle:
+            self._states.keep(idle, kept)
+        picked = self._loop.run(self.tokens, inputs)
+        if idle:
+            self._states.put_back(idle, kept)
+        self._device.copy_out(self.logits, self._logits_address)
+        self._device.synchronize()
+        return picked
+
     def prefill(
         self, row: int, tokens: NDArray[np.int64], position: int, write_index: tuple[int, ...], all_logits: bool
     ) -> NDArray[np.float32]:
@@ -87,7 +112,7 @@ class DeviceBackend:
         self._bind_row(row)
         self._prefill.set_shape("tokens", (1, count))
         self._prefill.set_shape("rows", (wanted,))
-        inputs.upload(self._device)
+        inputs.upload()
         self._prefill.enqueue()
         self._device.copy_out(self._chunk_logits[:wanted], self._logits_address)
         self._device.synchronize()
@@ -119,8 +144,10 @@ class DeviceBackend:
         self._decode, self._prefill = self._programs
         self._states = DeviceStates(device, manifest)
         indices = [ring.write_index for ring in manifest.rings]
-        self._decode_inputs = _Inputs(device, {"tokens": (batch, 1), "position": (batch,), **dict.fromkeys(indices, (batch,))})
-        self._prefill_inputs = _Inputs(device, {"tokens": (1, chunk), "rows": (chunk,), "position": (1,), **dict.fromkeys(indices, (1,))})
+        self._decode_inputs = DeviceInputs(device, {"tokens": (batch, 1), "position": (batch,), **dict.fromkeys(indices, (batch,))})
+        self._prefill_inputs = DeviceInputs(
+            device, {"tokens": (1, chunk), "rows": (chunk,), "position": (1,), **dict.fromkeys(indices, (1,))}
+        )
         self.tokens, self.position = self._decode_inputs.host["tokens"], self._decode_inputs.host["position"]
         self.write_index = tuple(self._decode_inputs.host[name] for name in indices)
         self.logits = device.pinned((batch, 1, vocab), np.float32)
@@ -137,12 +164,16 @@ class DeviceBackend:
         for state in manifest.states:
             for name in (state.name, state.updated):
                 self._decode.bind(name, self._states.row_address(state, 0))
+        picked = device.allocate(8 * batch, "next_token") if self._decode.picks_tokens else None
+        if picked is not None:
+            self._decode.bind(NEXT_TOKEN, picked)
         self._bound_row: int | None = None
-        self._warm_up(capture)
+        self._warm_up(capture, picked)
 
-    def _warm_up(self, capture: bool) -> None:
+    def _warm_up(self, capture: bool, picked: int | None) -> None:
         """Run everything once, then capture a step: a program allocates in its first run, which a capture does not allow."""
         self._graph: Any = None
+        self._loop: GreedyLoop | None = None
         for row in range(self._manifest.batch):
             self._states.reset_row(row)
         self.prefill(0, np.zeros(self._manifest.chunk, np.int64), 0, (0,) * len(self._manifest.rings), False)
@@ -152,12 +183,14 @@ class DeviceBackend:
             if not self._decode.capturable():
                 raise BundleError(f"{self._decode.path}: cannot be captured as a CUDA graph; build it again, or open with cuda_graph=False")
             self._graph = self._device.capture(self._step)
+            if picked is not None:
+                self._loop = GreedyLoop(self._device, self._decode, self._decode_inputs, picked)
         # The warm-up wrote to the caches.
         for row in range(self._manifest.batch):
             self._states.reset_row(row)
 
     def _step(self) -> None:
-        self._decode_inputs.upload(self._device)
+        self._decode_inputs.upload()
         self._decode.enqueue()
         self._device.copy_out(self.logits, self._logits_address)
 
@@ -180,25 +213,3 @@ def _check_room(ring: Ring, write_index: NDArray[np.int64], tokens: int) -> None
                 f"{ring.write_index}: row {row} writes {tokens} tokens from slot {index}, the cache has C={capacity} slots; split the run "
                 "of tokens where the ring wraps"
             )
-
-
-class _Inputs:
-    """int64 inputs of one program, side by side in pinned memory and on the device, so that one copy takes them all over.
-
-    host: an array for each, by name, to be filled in; addresses: where the program finds them.
-    """
-
-    def __init__(self, device: Device, shapes: dict[str, tuple[int, ...]]) -> None:
-        sizes = {name: aligned(8 * int(np.prod(shape))) for name, shape in shapes.items()}
-        self._whole = device.pinned((sum(sizes.values()) // 8,), np.int64)
-        self._address = device.allocate(self._whole.nbytes, "inputs")
-        self.host: dict[str, NDArray[np.int64]] = {}
-        self.addresses: dict[str, int] = {}
-        at = 0
-        for name, shape in shapes.items():
-            self.host[name] = self._whole[at // 8 :][: int(np.prod(shape))].reshape(shape)
-            self.addresses[name] = self._address + at
-            at += sizes[name]
-
-    def upload(self, device: Device) -> None:
-        device.copy_in(self._address, self._whole)

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from sinkring.runtime.backends.cuda import Device
-from sinkring.runtime.contract import check_contract, check_tensors, expected_tensors
+from sinkring.runtime.contract import NEXT_TOKEN, check_contract, check_tensors, expected_tensors
 from sinkring.runtime.errors import BundleError, DependencyError, DeviceError
 from sinkring.runtime.manifest import Engine, Manifest, Role
 
@@ -47,6 +47,7 @@ class LoadedEngine:
                 f"{found.path}: {target} {trt.__version__} cannot load it on {device.name}, sm={device.sm}: {self._log.last()}; "
                 "build it again"
             )
+        self.picks_tokens = NEXT_TOKEN in _names(self.engine)
         check_contract(found.path, _said_contract(bundle / found.report), manifest)
         _check_signature(self.engine, trt, found.path, manifest, role)
         self.scratch_bytes = int(self.engine.device_memory_size_v2)
@@ -105,10 +106,11 @@ def find_engine(manifest: Manifest, role: Role, target: str, sm: int, version: s
 
 
 def _check_signature(engine: Any, trt: ModuleType, where: str, manifest: Manifest, role: Role) -> None:
-    modes = {name: engine.get_tensor_mode(name) for name in map(engine.get_tensor_name, range(engine.num_io_tensors))}
-    for side, mode, expected in zip(
-        ("input", "output"), (trt.TensorIOMode.INPUT, trt.TensorIOMode.OUTPUT), expected_tensors(manifest, role), strict=True
-    ):
+    modes = {name: engine.get_tensor_mode(name) for name in _names(engine)}
+    inputs, outputs = expected_tensors(manifest, role)
+    if NEXT_TOKEN in modes:
+        outputs[NEXT_TOKEN] = ("int64", (manifest.batch, 1))
+    for side, mode, expected in (("input", trt.TensorIOMode.INPUT, inputs), ("output", trt.TensorIOMode.OUTPUT, outputs)):
         check_tensors(where, "engine", side, {name: _tensor(engine, name) for name, its in modes.items() if its == mode}, expected)
     for state in manifest.states:
         alias = engine.get_aliased_input_tensor(state.updated)
@@ -135,6 +137,10 @@ def _said_contract(report: Path) -> dict[str, Any]:
         what = f"{type(error).__name__}: {error}"
         raise BundleError(f"{report}: is no build report with a contract ({what}); build the engine again") from None
     return said if isinstance(said, dict) else {}
+
+
+def _names(engine: Any) -> list[str]:
+    return [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
 
 
 def _tensor(engine: Any, name: str) -> tuple[str, tuple[int | None, ...]]:

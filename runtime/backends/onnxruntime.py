@@ -78,6 +78,9 @@ class OnnxRuntimeBackend:
             for array, where, before in kept:
                 array[where] = before
 
+    def decode_greedy(self, inputs: dict[str, np.ndarray], idle: Sequence[int] = ()) -> np.ndarray | None:
+        return None
+
     def prefill(self, row: int, tokens: np.ndarray, position: int, write_index: tuple[int, ...], all_logits: bool) -> np.ndarray:
         count = len(tokens)
         wanted = count if all_logits else 1

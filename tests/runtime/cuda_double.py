@@ -121,9 +121,10 @@ class CudaDouble:
 
     def on_memcpy_async(self, to: int, source: int, size: int, kind: Any, stream: Any) -> tuple[Any]:
         assert int(stream) == STREAM
-        inwards = kind == real.cudaMemcpyKind.cudaMemcpyHostToDevice
-        assert inwards or kind == real.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        left, right = self.bytes_at(to, size, pinned=not inwards), self.bytes_at(source, size, pinned=inwards)
+        kinds = real.cudaMemcpyKind
+        assert kind in (kinds.cudaMemcpyHostToDevice, kinds.cudaMemcpyDeviceToHost, kinds.cudaMemcpyDeviceToDevice)
+        left = self.bytes_at(to, size, pinned=kind == kinds.cudaMemcpyDeviceToHost)
+        right = self.bytes_at(source, size, pinned=kind == kinds.cudaMemcpyHostToDevice)
         self.enqueue(lambda: left.__setitem__(slice(None), right))
         return (OK,)
 

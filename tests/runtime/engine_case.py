@@ -16,8 +16,13 @@ from tests.runtime.tensorrt_double import TensorRtDouble, real
 VERSION = real.__version__
 
 
-def with_engines(bundle: Path, out: Path, target: str = "tensorrt-rtx", sm: int = 89, version: str = VERSION) -> Path:
-    """A copy of `bundle` in `out` with an engine for each graph of `target`, as `build_engine` records them."""
+def with_engines(
+    bundle: Path, out: Path, target: str = "tensorrt-rtx", sm: int = 89, version: str = VERSION, next_token: bool = False
+) -> Path:
+    """A copy of `bundle` in `out` with an engine for each graph of `target`, as `build_engine` records them.
+
+    next_token: the decode engine has that output.
+    """
     shutil.copytree(bundle, out)
     manifest = Manifest.read(out)
     engines, files = [], []
@@ -27,7 +32,11 @@ def with_engines(bundle: Path, out: Path, target: str = "tensorrt-rtx", sm: int 
             continue
         stem = f"engines/{target}-{version}-sm{sm}-{graph.role}"
         contents = {
-            f"{stem}.engine": {"role": graph.role, "onnx": str(out / graph.path)},
+            f"{stem}.engine": {
+                "role": graph.role,
+                "onnx": str(out / graph.path),
+                "next_token": next_token and graph.role == "decode",
+            },
             f"{stem}.json": {"contract": manifest.contract()},
         }
         for path, content in contents.items():

@@ -101,12 +101,12 @@ class Runtime:
             self._log.log(real.ILogger.Severity.ERROR, "Target GPU SM 89 is not supported by this engine")
             return None
         note = json.loads(serialized)
-        return Engine(self._module, note["role"], Path(note["onnx"]))
+        return Engine(self._module, note["role"], Path(note["onnx"]), note["next_token"])
 
 
 @like(real.ICudaEngine)
 class Engine:
-    def __init__(self, module: TensorRtDouble, role: str, path: Path) -> None:
+    def __init__(self, module: TensorRtDouble, role: str, path: Path, next_token: bool) -> None:
         self._module, self._role = module, role
         graph = onnx.load(path, load_external_data=False).graph
         options = ort.SessionOptions()
@@ -114,6 +114,10 @@ class Engine:
         self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         self._inputs = {tensor.name: tensor for tensor in graph.input}
         self._outputs = {tensor.name: tensor for tensor in graph.output}
+        if next_token:
+            batch = self._tensor("logits").shape.dim[0].dim_value
+            added = onnx.helper.make_tensor_value_info("next_token", onnx.TensorProto.INT64, [batch, 1])
+            self._outputs["next_token"] = added
         self._aliases = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "TensorScatter"}
 
     @property
@@ -213,5 +217,12 @@ class Context:
         for each in bound.inputs:
             binding.bind_input(*each)
         for each in bound.outputs:
-            binding.bind_output(*each)
+            if each[0] != "next_token":
+                binding.bind_output(*each)
         self._engine._session.run_with_iobinding(binding)
+        arrays = {
+            name: self._cuda.bytes_at(address, int(np.prod(shape)) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
+            for name, _, _, dtype, shape, address in bound.outputs
+        }
+        if "next_token" in arrays:
+            arrays["next_token"][...] = arrays["logits"].argmax(axis=-1)
