@@ -1,9 +1,9 @@
 """What leaves the cache is forgotten: StreamingLLM's StreamEval (Figure 9, Table 7), in small.
 
-One stream of lines, each with a name and a code of four digits. After each line the stream is asked for the codes of lines further and
-further back; a question and its right answer are fed in one call, the answer counts if each of its digits was the likeliest token, and the
-stream is rolled back to where it was. How far back a code lies is counted in tokens, from the question's end to its first digit, as the
-window is: so it is known of each question whether its answer is still in the cache.
+One stream of lines, each with a name, a code of four digits and a piece of ordinary text. After each line the stream is asked for the codes
+of lines further and further back; a question and its right answer are fed in one call, the answer counts if each of its digits was the
+likeliest token, and the stream is rolled back to where it was. How far back a code lies is counted in tokens, from the question's end to
+its first digit, as the window is: so it is known of each question whether its answer is still in the cache.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from results import new_figure, options, save_figure, say, write_csv, write_json
 from sinkring.exporter.bundle_cache import cached_bundle
+from sinkring.exporter.long_text import read_text
 from sinkring.runtime import open_bundle
 from sinkring.runtime.text import TextCodec
 
@@ -55,12 +56,14 @@ KINDS = [
     "harbor",
 ]
 STRETCH_TOKENS = 32
+LINE_TOKENS = 17  # of a line without its text, about
 
 
 def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--caches", type=int, nargs="+", default=[256, 512], help="tokens, S + W")
-    parser.add_argument("--lines", type=int, default=64, help="(%(default)s)")
+    parser.add_argument("--lines", type=int, default=48, help="(%(default)s)")
+    parser.add_argument("--filler", type=int, default=40, help="tokens of ordinary text after each line (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of names and codes (%(default)s)")
     args = parser.parse_args()
     rows, edges = [], []
@@ -85,8 +88,9 @@ def ask(bundle: Path, cache: int, args: argparse.Namespace) -> list[tuple[int, b
     with open_bundle(bundle, threads=args.threads) as decoder, decoder.stream() as stream:
         codec = TextCodec.open(bundle, decoder.manifest.tokenizer)
         pairs = rng.permutation([(name, kind) for name in NAMES for kind in KINDS])[: args.lines]
-        # Lines back, about 17 tokens each: past twice the cache.
-        steps = np.unique(np.linspace(0, cache * 1.6 / 17, 10).astype(int))
+        # Lines back: past one and a half times the cache.
+        filler = codec.encode(read_text("topics"), add_bos=False)
+        steps = np.unique(np.linspace(0, cache * 1.6 / (args.filler + LINE_TOKENS), 10).astype(int))
         said: list[tuple[str, str, int]] = []  # subject, code, position of its first digit
         asked = []
         for number, (name, kind) in enumerate(pairs):
@@ -94,7 +98,8 @@ def ask(bundle: Path, cache: int, args: argparse.Namespace) -> list[tuple[int, b
             line, answer = f"The code of {subject} is ", code
             front, digits = codec.encode(line, add_bos=False), codec.encode(answer, add_bos=False)
             said.append((subject, code, stream.position + len(front)))
-            stream.feed(np.concatenate([front, digits, codec.encode(".\n", add_bos=False)]))
+            between = filler[number * args.filler : (number + 1) * args.filler]
+            stream.feed(np.concatenate([front, digits, codec.encode(".\n", add_bos=False), between, codec.encode("\n", add_bos=False)]))
             for back in steps[steps < len(said)]:
                 subject, code, first_digit = said[-1 - back]
                 question = codec.encode(f"Question: What is the code of {subject}? Answer: The code of {subject} is ", add_bos=False)
