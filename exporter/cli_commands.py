@@ -183,6 +183,9 @@ def run_command(
     backend: Annotated[str, typer.Option(help="What runs the graphs: onnxruntime, tensorrt, tensorrt-rtx.")] = "onnxruntime",
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: all cores.", show_default=False)] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Draw the ring at the foot of the terminal.")] = False,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Serve metrics for Prometheus there; 0: any free port. Default: do not.", show_default=False)
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text, or chat, for as long as you like in constant memory."""
@@ -194,7 +197,7 @@ def run_command(
     sampling = SamplingOptions(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
     )
-    options = RunOptions(tokens, sampling, tuple(stop or ()), backend, threads, as_json, watch)
+    options = RunOptions(tokens, sampling, tuple(stop or ()), backend, threads, as_json, watch, metrics_port)
     if chat and prompt is not None:
         raise InputError("--prompt and --chat are given: a chat takes its turns from stdin; leave one of them out")
     if chat:

@@ -18,6 +18,7 @@ from sinkring.runtime.answer import Answer
 from sinkring.runtime.bundle import check_consistent
 from sinkring.runtime.errors import InputError
 from sinkring.runtime.metering import Meter
+from sinkring.runtime.prometheus import serve_metrics
 from sinkring.runtime.prompt import encode_prompt
 from sinkring.runtime.stream import Ids
 from sinkring.runtime.text import StopMatcher, TextCodec
@@ -29,7 +30,8 @@ _CHUNKS_PER_PIECE = 8
 @dataclass(frozen=True)
 class RunOptions:
     """tokens: the longest answer. threads: None for all cores. as_json: no text as it comes, but an object for each turn of a chat as it
-    ends, and one at the end. watch: draw the ring at the foot of the terminal."""
+    ends, and one at the end. watch: draw the ring at the foot of the terminal.
+    metrics_port: serve the decoder's metrics there; 0 for any that is free, None for not."""
 
     tokens: int
     sampling: SamplingOptions
@@ -38,6 +40,7 @@ class RunOptions:
     threads: int | None
     as_json: bool
     watch: bool = False
+    metrics_port: int | None = None
 
     def __post_init__(self) -> None:
         if self.tokens < 0:
@@ -163,7 +166,7 @@ def _open(bundle: Path, options: RunOptions, chat: bool = False) -> Iterator[_Se
     codec = TextCodec.open(bundle, manifest.tokenizer)
     with open_bundle(bundle, options.backend, **options.for_backend()) as decoder, decoder.stream() as stream:
         interrupted = False
-        with LiveLine() as live:
+        with _metrics(decoder, options.metrics_port), LiveLine() as live:
             session = _Session(codec, decoder, stream, live, options, chat)
             try:
                 yield session
@@ -174,6 +177,19 @@ def _open(bundle: Path, options: RunOptions, chat: bool = False) -> Iterator[_Se
         session.finish(interrupted)
     if interrupted:
         raise SystemExit(INTERRUPTED)
+
+
+@contextmanager
+def _metrics(decoder: Decoder, port: int | None) -> Iterator[None]:
+    if port is None:
+        yield
+        return
+    found, close = serve_metrics(decoder, port)
+    note(f"metrics at http://127.0.0.1:{found}/metrics")
+    try:
+        yield
+    finally:
+        close()
 
 
 def _stdin_text() -> str:

@@ -162,6 +162,7 @@ def bundle_or_tiny(bundle: Path | None) -> Iterator[Path]:
         return
     import torch
     from sinkring.exporter import export_decoder
+    from sinkring.models.quiet import quiet_transformers
     from transformers import LlamaConfig, LlamaForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
@@ -171,7 +172,8 @@ def bundle_or_tiny(bundle: Path | None) -> Iterator[Path]:
             vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
             max_position_embeddings=256, initializer_range=0.3,
         )  # fmt: skip
-        LlamaForCausalLM(config).save_pretrained(Path(folder) / "model")
+        with quiet_transformers():
+            LlamaForCausalLM(config).save_pretrained(Path(folder) / "model")
         export_decoder(Path(folder) / "model", Path(folder) / "bundle", sinks=4, window=24, chunk=8)
         yield Path(folder) / "bundle"
 

@@ -254,3 +254,9 @@ def wait_until_taken(pipe: IO[bytes]) -> None:
             return
         time.sleep(0.05)
     pytest.fail("the process never read its turn")
+
+
+def test_metrics_are_served_while_it_runs(speaking_bundle: Path) -> None:
+    ended = invoke("run", speaking_bundle, "--prompt", "a", "--tokens", 3, "--metrics-port", 0)
+    assert ended.status == 0, ended.err
+    assert "metrics at http://127.0.0.1:" in ended.err
