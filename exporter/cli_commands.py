@@ -58,7 +58,8 @@ def export_command(
     ] = None,
     chunk: Annotated[int, typer.Option(help="Tokens of a prompt that are read in one call.")] = 64,
     batch: Annotated[int, typer.Option(help="Streams side by side.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Numbers in weights and caches: fp32.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="Numbers in the arithmetic: fp32.")] = "fp32",
+    cache_dtype: Annotated[str, typer.Option(help="Numbers in the caches: fp32, or fp16 for half the bytes.")] = "fp32",
     weights: Annotated[str, typer.Option(help="How weights are stored: fp32, int8 or int4 (those for ONNX Runtime only).")] = "fp32",
     keep_fp32: Annotated[
         list[str] | None,
@@ -86,6 +87,7 @@ def export_command(
             batch=batch,
             slack=slack,
             dtype=dtype,
+            cache_dtype=cache_dtype,
             weights=weights,  # type: ignore[arg-type]  # likewise
             keep_fp32=keep_fp32 or (),
             overwrite=overwrite,
@@ -103,7 +105,7 @@ def export_command(
             "policy": manifest.policy,
             "ring": ring if geometry.wraps else linear,
             "weights": _describe_weights(manifest),
-            "cache": f"{manifest.cache_bytes:,} bytes at every age",
+            "cache": f"{manifest.cache_bytes:,} bytes at every age, {manifest.cache_dtype}",
             "graphs": ", ".join(sorted({graph.path for graph in manifest.graphs})),
             "seconds": seconds,
         },

@@ -16,7 +16,8 @@ def print_conformance(found: "Conformance") -> None:
             "suite": f"{found.suite}, {found.seconds:,.0f} s",
             "against": f"{found.model}, eager PyTorch over the whole sequence",
             "policy": found.policy,
-            "rings": f"{describe_rings(found.rings)}, B={found.batch}, {found.dtype}",
+            "rings": f"{describe_rings(found.rings)}, B={found.batch}",
+            "dtype": f"{found.dtype}, caches {found.cache_dtype}",
             "text": f"{found.tokens:,} tokens of {found.ids}, logits up to {found.scale:.3g}",
             "measured on": f"{machine.cpu}, {machine.cores} cores, {found.backend}; "
             + ", ".join(f"{name} {version}" for name, version in sorted(found.versions.items())),

@@ -22,7 +22,7 @@ def print_inspection(found: "Inspection") -> None:
             "batch, chunk": f"B={manifest.batch}, {manifest.chunk} tokens",
             "positions": _positions(found),
             "weights": f"{model.weight_bytes:,} bytes, {manifest.dtype}",
-            "cache": f"{found.cache_bytes:,} bytes at every age",
+            "cache": f"{found.cache_bytes:,} bytes at every age, {manifest.cache_dtype}",
             "tokenizer": _tokenizer(found),
             "files": f"{len(manifest.files)}, each with the bytes and sha256 of the manifest",
             "made with": ", ".join(f"{name} {version}" for name, version in sorted(manifest.made_with.items())),

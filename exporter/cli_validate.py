@@ -15,7 +15,8 @@ def print_validation(found: "Validation") -> None:
         {
             "against": f"{found.model}, eager PyTorch over the whole sequence",
             "policy": found.policy,
-            "rings": f"{describe_rings(found.rings)}, B={found.batch}, {found.dtype}",
+            "rings": f"{describe_rings(found.rings)}, B={found.batch}",
+            "dtype": f"{found.dtype}, caches {found.cache_dtype}",
             "text": f"{found.steps:,} tokens of {found.ids}",
             "tolerance": f"{found.tolerance:.3g} on logits of up to {found.scale:.3g}",
             "measured on": f"{machine.cpu}, {machine.cores} cores; "

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 import onnx_ir as ir
+import torch
 from sinkring.exporter.angles import POSITION_LIMIT
 from sinkring.exporter.bundle_writer import check_replaceable, describe_file, new_bundle, replace_text
 from sinkring.exporter.cache_plan import (
@@ -48,6 +49,7 @@ from sinkring.runtime.manifest import (
 TOKENIZER_NAME = "tokenizer.json"
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
 DTYPES = {"fp32": "float32"}
+CACHE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 # File systems stop at 255; the folder that becomes the bundle is called `.NAME.01234567.part` until then.
 LONGEST_NAME_BYTES = 240
 
@@ -66,6 +68,7 @@ def export_decoder(
     batch: int = 1,
     slack: int = 0,
     dtype: str = "fp32",
+    cache_dtype: str = "fp32",
     weights: WeightFormat = "fp32",
     keep_fp32: Sequence[str] = (),
     targets: Iterable[str] | None = None,
@@ -78,7 +81,8 @@ def export_decoder(
     sinks (S, default 4), window (W, the current token included, default 256), chunk (longest prefill call), slack (tokens that can be
     rolled back): tokens. capacity: full attention instead of sinks and a window, policy "native": a linear cache that is full after so
     many tokens and from which any number can be rolled back.
-    batch (B): rows of the decode graph. dtype: "fp32". targets: which runtimes get graphs, by default all that can run `weights`.
+    batch (B): rows of the decode graph. dtype: of the arithmetic, "fp32". cache_dtype: what keys and values are stored as, "fp32" or
+    "fp16", half the bytes at a rounding of 2**-12. targets: which runtimes get graphs, by default all that can run `weights`.
     weights: how matrices are stored, "fp32", "int8" or "int4" (blocks of 32; only ONNX Runtime runs them). keep_fp32: patterns (fnmatch)
     of the names of weights that stay float32, such as "model.layers.0.*".
     progress is called with a line at the start of each stage.
@@ -89,6 +93,7 @@ def export_decoder(
     out = _check_out(out)
     say = progress or (lambda _: None)
     request = _check_numbers(policy, sinks, window, capacity, chunk, batch, slack, dtype)
+    cache_type = _check_cache_dtype(cache_dtype)
     check_weight_format(weights, keep_fp32)
     chosen = _find_targets(targets, weights)
     check_replaceable(out, overwrite)
@@ -99,7 +104,7 @@ def export_decoder(
         context = context_tokens(loaded.config, family)
         caches = plan_caches(observe_layers(loaded.model, family, context), request)
         _check_context(context, caches, chunk=chunk, slack=slack)
-        _check_memory(caches, batch)
+        _check_memory(caches, batch, cache_type)
         for rope, geometry in caches.ropes().items():
             frequencies_for(loaded.model, family, rope, policy, geometry)
     except ModelError as error:
@@ -110,13 +115,16 @@ def export_decoder(
     stored = choose_weights(loaded, weights, keep_fp32)
     try:
         with new_bundle(out, overwrite) as part:
-            plan = dataclasses.replace(_plan(loaded, caches, context, policy, batch, chunk), weights=stored.described(weights))
+            plan = _plan(loaded, caches, cache_type, context, policy, batch, chunk)
+            plan = dataclasses.replace(plan, weights=stored.described(weights))
             graphs: list[Graph] = []
             roles: tuple[Role, ...] = ("decode", "prefill")
             with WeightsFile(part / WEIGHTS_NAME) as weights_file:
                 for role in roles:
                     say(f"tracing {role}")
-                    traced = trace_step(loaded.model, family, caches, role=role, policy=policy, batch=batch, chunk=chunk)
+                    traced = trace_step(
+                        loaded.model, family, caches, role=role, policy=policy, batch=batch, chunk=chunk, cache_dtype=cache_type
+                    )
                     tokens = 1 if role == "decode" else chunk
                     graphs += _save_graphs(
                         part, weights_file, simplify(traced, stored.by_initializer(loaded.model)), role, tokens, chosen, plan
@@ -165,6 +173,12 @@ def _check_numbers(
     return request
 
 
+def _check_cache_dtype(cache_dtype: str) -> torch.dtype:
+    if not isinstance(cache_dtype, str) or cache_dtype not in CACHE_DTYPES:
+        raise UnsupportedError(f"cache_dtype {cache_dtype!r} is not supported; use one of {', '.join(CACHE_DTYPES)}")
+    return CACHE_DTYPES[cache_dtype]
+
+
 def _check_capacity(policy: str, request: CacheRequest, capacity: int) -> None:
     if policy == "streaming":
         raise GeometryError(
@@ -184,9 +198,10 @@ def _check_capacity(policy: str, request: CacheRequest, capacity: int) -> None:
         raise GeometryError(f"chunk={request.chunk} is more than capacity={capacity}: use a chunk of at most {capacity}, or more capacity")
 
 
-def _check_memory(caches: CachePlan, batch: int) -> None:
+def _check_memory(caches: CachePlan, batch: int, cache_type: torch.dtype) -> None:
     """The trace holds the caches of all rows, and so does whoever runs the bundle."""
-    row_bytes = sum(2 * seen.kv_heads * seen.head_size * 4 * caches.geometry_of(layer).capacity for layer, seen in enumerate(caches.layers))
+    row_elements = sum(2 * seen.kv_heads * seen.head_size * caches.geometry_of(layer).capacity for layer, seen in enumerate(caches.layers))
+    row_bytes = row_elements * cache_type.itemsize
     present = describe_machine().memory_bytes
     if present is not None and batch * row_bytes > present:
         raise GeometryError(
@@ -246,7 +261,9 @@ def _save_graphs(
     return graphs
 
 
-def _plan(loaded: LoadedModel, caches: CachePlan, context: int, policy: Policy, batch: int, chunk: int) -> Manifest:
+def _plan(
+    loaded: LoadedModel, caches: CachePlan, cache_type: torch.dtype, context: int, policy: Policy, batch: int, chunk: int
+) -> Manifest:
     """The manifest as far as it is known before anything is written."""
     first = caches.layers[0]
     return Manifest(
@@ -275,7 +292,7 @@ def _plan(loaded: LoadedModel, caches: CachePlan, context: int, policy: Policy, 
                 updated=updated_name(name),
                 kind="ring" if caches.rings[ring].geometry.wraps else "linear",
                 shape=(batch, caches.layers[layer].kv_heads, caches.rings[ring].geometry.capacity, caches.layers[layer].head_size),
-                dtype="float32",
+                dtype=str(cache_type).removeprefix("torch."),
                 batch_axis=0,
                 initial=0.0,
                 ring=ring,

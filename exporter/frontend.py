@@ -139,8 +139,18 @@ class _Call:
         return self.step.angles[f"angles_{rope}"]
 
 
-def trace_step(model: Any, family: Family, plan: CachePlan, *, role: Role, policy: str, batch: int, chunk: int) -> ir.Model:
-    """Trace one step of `model` (float32, on the CPU).
+def trace_step(
+    model: Any,
+    family: Family,
+    plan: CachePlan,
+    *,
+    role: Role,
+    policy: str,
+    batch: int,
+    chunk: int,
+    cache_dtype: torch.dtype = torch.float32,
+) -> ir.Model:
+    """Trace one step of `model` (float32, on the CPU) with caches of `cache_dtype`.
 
     role "decode": T = 1, batch rows, all static; logits [B,1,V]. role "prefill": batch 1, T dynamic in 1 .. chunk, and an input `rows`
     int64 [N]: which of the T tokens' logits are wanted; logits [1,N,V].
@@ -151,7 +161,7 @@ def trace_step(model: Any, family: Family, plan: CachePlan, *, role: Role, polic
     rings = []
     for layer, ring, _ in each_state(plan):
         seen, geometry = plan.layers[layer], plan.rings[ring].geometry
-        rings.append(torch.zeros(rows_count, seen.kv_heads, geometry.capacity, seen.head_size, dtype=torch.float32))
+        rings.append(torch.zeros(rows_count, seen.kv_heads, geometry.capacity, seen.head_size, dtype=cache_dtype))
     rows = torch.tensor([0, tokens - 1]) if role == "prefill" else None
     args = (
         torch.zeros(rows_count, tokens, dtype=torch.int64),

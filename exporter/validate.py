@@ -17,10 +17,10 @@ from sinkring.exporter.expected_logits import Expected, Progress, compute_expect
 from sinkring.exporter.geometries import leading_geometry, most_tokens
 from sinkring.exporter.machine import describe_machine
 from sinkring.exporter.reference_text import ReferenceIds, read_reference_ids
-from sinkring.exporter.verdict import RELATIVE_TOLERANCE, Run, Validation, find_failures, judge_control, measure_growth
+from sinkring.exporter.verdict import Run, Validation, find_failures, find_limits, judge_control, measure_growth
 from sinkring.runtime.bundle import check_consistent, check_files
 from sinkring.runtime.decoder import Decoder, open_bundle
-from sinkring.runtime.errors import BundleError, InputError, UnsupportedError
+from sinkring.runtime.errors import BundleError, InputError
 from sinkring.runtime.manifest import Manifest
 
 PACKAGES = ("sinkring", "onnxruntime", "torch", "transformers", "numpy")
@@ -47,8 +47,7 @@ def validate_bundle(
     # Before the oracle's minutes, not after.
     check_files(path, manifest)
     check_consistent(path, manifest)
-    if manifest.dtype not in RELATIVE_TOLERANCE:
-        raise UnsupportedError(f"{path}: no tolerance is known for dtype {manifest.dtype}, only for {', '.join(RELATIVE_TOLERANCE)}")
+    find_limits(path, manifest)
     most = most_tokens(manifest)
     cut = [f"steps={steps} are more than the capacity: {most} were run"] if most is not None and steps > most else []
     steps = steps if most is None else min(steps, most)
@@ -72,7 +71,8 @@ def judge_runs(
     """Run the bundle over the ids that `expected` was computed for, and judge. `manifest` is what it must be."""
     path, steps, geometry = Path(bundle), len(reference.ids), leading_geometry(manifest)
     notes = list(notes)
-    tolerance = RELATIVE_TOLERANCE[manifest.dtype] * expected.scale
+    limits = find_limits(path, manifest)
+    tolerance = limits.relative * expected.scale
     spans = age_spans(geometry, steps)
     if geometry.wraps and len(spans) < 3:
         notes.append(f"steps={steps} do not reach the second wrap of the ring, at position {geometry.capacity + geometry.slots}")
@@ -91,13 +91,14 @@ def judge_runs(
             controls[name][run.name] = figures
 
     rows, ages = tuple(regions), tuple(found for found in growth if found)
-    judged = tuple(judge_control(name, measured, tolerance) for name, measured in controls.items())
+    judged = tuple(judge_control(name, measured, limits.control * tolerance) for name, measured in controls.items())
     return Validation(
         bundle=bundle,
         model=expected.source,
         model_sha256=manifest.model.source_sha256,
         policy=manifest.policy,
         dtype=manifest.dtype,
+        cache_dtype=manifest.cache_dtype,
         rings=manifest.rings,
         batch=manifest.batch,
         chunk=manifest.chunk,

@@ -152,9 +152,14 @@ class Manifest:
         return sum(_elements(state.shape) * DTYPE_BYTES[state.dtype] for state in self.states)
 
     @property
+    def cache_dtype(self) -> str:
+        """What keys and values are stored as, by the first cache; `dtype` is that of weights and arithmetic."""
+        return next((state.dtype for state in self.states if state.kind in ("ring", "linear")), self.dtype)
+
+    @property
     def cache_bytes_formula(self) -> int:
         """(S + M) * 2 * G * D * bytes, summed over the layers and rows: what `cache_bytes` must equal when all state is caches."""
-        model, item = self.model, DTYPE_BYTES[self.dtype]
+        model, item = self.model, DTYPE_BYTES[self.cache_dtype]
         return sum(
             self.batch * ring.geometry.capacity * 2 * len(ring.layers) * model.kv_heads * model.head_size * item for ring in self.rings
         )

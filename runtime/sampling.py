@@ -193,7 +193,7 @@ class Sampler:
             bad = int(self._mask.argmin())
             raise InputError(
                 f"logits: {self.vocab_size - np.count_nonzero(self._mask)} of {self.vocab_size} are not finite, the first is "
-                f"{logits[bad]} at id {bad}; no token was drawn: reset the stream, and if it comes back export with dtype float32"
+                f"{logits[bad]} at id {bad}; no token was drawn: reset the stream, and if it comes back export with cache_dtype fp32"
             )
 
     def _penalised(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -23,7 +23,7 @@ from sinkring.exporter.expected_logits import Expected, compute_expected
 from sinkring.exporter.export import DTYPES
 from sinkring.exporter.machine import describe_machine
 from sinkring.exporter.reference_text import read_reference_ids
-from sinkring.exporter.verdict import RELATIVE_TOLERANCE
+from sinkring.exporter.verdict import find_limits
 from sinkring.runtime import Decoder, Manifest, SinkringError, Stream, open_bundle
 from sinkring.runtime.backends.cuda import Device
 
@@ -146,7 +146,7 @@ def measure(
             backend=name,
             dtype=decoder.manifest.dtype,
             error=error,
-            tolerance=RELATIVE_TOLERANCE[decoder.manifest.dtype] * right.scale,
+            tolerance=find_limits(bundle, decoder.manifest).relative * right.scale,
             prefill_tokens_per_s=4 * decoder.manifest.chunk / prefill_s,
             decode_tokens_per_s=1 / step_s,
             p50_ms=1e3 * step_s,

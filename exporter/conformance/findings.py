@@ -62,6 +62,7 @@ class Conformance:
     backend: str
     policy: str
     dtype: str
+    cache_dtype: str
     batch: int
     chunk: int
     rings: tuple[Ring, ...]

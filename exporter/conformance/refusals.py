@@ -143,6 +143,7 @@ def _of_exports(subject: Subject) -> Iterator[Refusal]:
 
     yield Refusal("an unknown policy", export(policy="nonesuch"), InputError, "nonesuch")
     yield Refusal("an unknown dtype", export(dtype="int3"), UnsupportedError, "int3")
+    yield Refusal("an unknown dtype of the caches", export(cache_dtype="int3"), UnsupportedError, "int3")
     yield Refusal("an unknown target", export(targets=["nonesuch"]), UnsupportedError, "nonesuch")
     yield Refusal("a window of 0", export(window=0), GeometryError, "window=0")
     yield Refusal("sinks below 0", export(sinks=-1), GeometryError, "sinks=-1")

@@ -47,4 +47,6 @@ def check_resets(subject: Subject) -> Check:
 
 def _poison(decoder: Decoder, row: int, value: float) -> None:
     state = decoder.backend.read_row(row)
-    decoder.backend.write_row(row, {name: np.full_like(array, value) for name, array in state.items()})
+    # A finite one stays finite, also in caches of a type that does not reach so far.
+    held = {name: min(value, float(np.finfo(array.dtype).max)) if np.isfinite(value) else value for name, array in state.items()}
+    decoder.backend.write_row(row, {name: np.full_like(array, held[name]) for name, array in state.items()})

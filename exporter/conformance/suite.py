@@ -28,9 +28,9 @@ from sinkring.exporter.geometries import leading_geometry, most_tokens
 from sinkring.exporter.machine import describe_machine
 from sinkring.exporter.reference_text import read_reference_ids
 from sinkring.exporter.validate import PACKAGES
-from sinkring.exporter.verdict import RELATIVE_TOLERANCE
+from sinkring.exporter.verdict import find_limits
 from sinkring.runtime.bundle import check_consistent, check_files
-from sinkring.runtime.errors import InputError, UnsupportedError
+from sinkring.runtime.errors import InputError
 from sinkring.runtime.manifest import Manifest
 
 SUITES = ("quick", "full")
@@ -81,8 +81,7 @@ def check_conformance(
     manifest = Manifest.read(path)
     check_files(path, manifest)
     check_consistent(path, manifest)
-    if manifest.dtype not in RELATIVE_TOLERANCE:
-        raise UnsupportedError(f"{path}: no tolerance is known for dtype {manifest.dtype}, only for {', '.join(RELATIVE_TOLERANCE)}")
+    limits = find_limits(path, manifest)
     saboteur = None if sabotage is None else _find_fit(sabotage, manifest, full)
     say: Progress = progress or (lambda stage, done, total: None)
     began = time.perf_counter()
@@ -97,7 +96,7 @@ def check_conformance(
             backend=backend,
             reference=reference,
             expected=expected,
-            tolerance=RELATIVE_TOLERANCE[manifest.dtype] * expected.scale,
+            tolerance=limits.relative * expected.scale,
             scratch=Path(scratch),
             budget_s=budget_s,
             say=say,
@@ -113,6 +112,7 @@ def check_conformance(
         backend=backend,
         policy=manifest.policy,
         dtype=manifest.dtype,
+        cache_dtype=manifest.cache_dtype,
         batch=manifest.batch,
         chunk=manifest.chunk,
         rings=manifest.rings,

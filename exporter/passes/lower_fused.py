@@ -6,14 +6,15 @@ scale * (q_sink - q) . k_sink is added on the S sink columns.
 
 import onnx_ir as ir
 from sinkring.exporter.passes.insertion import Insertion
-from sinkring.exporter.passes.lower_by_head import LowerToAttentionByHead
 from sinkring.exporter.passes.lower_grouped import LowerToGroupedAttention
+from sinkring.exporter.passes.lower_summed import LowerToSummedAttention
 from sinkring.exporter.passes.lowering import (
     Lowering,
     LowerRingAttention,
     RingNode,
     finish,
     float_constant,
+    from_cache_type,
     sink_bias,
     write_rings,
 )
@@ -22,14 +23,14 @@ from sinkring.exporter.passes.lowering import (
 class LowerToFusedAttention(LowerRingAttention):
     """One TensorScatter for each ring and one Attention of opset 24 for each layer that it can express.
 
-    The others go by head at T = 1, grouped in chunks.
+    The others are summed at T = 1, grouped in chunks.
     """
 
     FORM = "fused"
 
     def lower(self, shared: Lowering, ring: RingNode) -> None:
         if not _expressible(ring):
-            other = LowerToAttentionByHead() if ring.tokens == 1 else LowerToGroupedAttention()
+            other = LowerToSummedAttention() if ring.tokens == 1 else LowerToGroupedAttention()
             other.lower(shared, ring)
             return
         into = Insertion(shared.graph, ring.node)
@@ -38,14 +39,15 @@ class LowerToFusedAttention(LowerRingAttention):
             # TensorRT copies the whole key cache at scale 1.0 and at no other.
             query, scale = into.op("Mul", query, float_constant(into, "f32.two", 2.0)), 0.5
         keys, values = write_rings(into, ring)
-        attended = into.op("Attention", query, keys, values, _mask(into, shared, ring, keys), scale=scale)
+        # A cast of a ring costs nothing: TensorRT's kernel reads float16 where it lies and computes in float32.
+        read = (from_cache_type(into, ring, cache) for cache in (keys, values))
+        attended = into.op("Attention", query, *read, _mask(into, shared, ring, keys), scale=scale)
         finish(into, ring, attended, keys, values)
 
 
 def _expressible(ring: RingNode) -> bool:
-    """The operator has no column of the softmax without a key; TensorRT refuses its softcap; and it takes one float type for all, so that
-    it would round query, mask and result to a narrower one of the caches, and the sinks' bias with them."""
-    return not ring.attributes.softcap and not ring.has_sink_logits and ring.cache_type == ring.float_type
+    """TensorRT refuses a softcap on Attention, and the operator has no column of the softmax without a key."""
+    return not ring.attributes.softcap and not ring.has_sink_logits
 
 
 def _mask(into: Insertion, shared: Lowering, ring: RingNode, keys: ir.Value) -> ir.Value:

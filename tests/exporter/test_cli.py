@@ -69,7 +69,24 @@ def test_without_the_cli_extra_one_line_says_how_to_get_it(missing: str, monkeyp
 
 def test_export_writes_a_bundle_and_prints_nothing_but_json_on_stdout(speaking_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "bundle"
-    options = ["--policy", "native", "--sinks", 1, "--window", 6, "--chunk", 3, "--batch", 2, "--dtype", "fp32", "--slack", 4]
+    options = [
+        "--policy",
+        "native",
+        "--sinks",
+        1,
+        "--window",
+        6,
+        "--chunk",
+        3,
+        "--batch",
+        2,
+        "--dtype",
+        "fp32",
+        "--cache-dtype",
+        "fp16",
+        "--slack",
+        4,
+    ]
     process = spawn("export", speaking_model, "--out", out, *options, "--json")
     stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr.decode()

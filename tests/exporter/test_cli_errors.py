@@ -92,6 +92,7 @@ def test_a_model_that_is_not_there(missing: str, tmp_path: Path) -> None:
         ("--batch", 0, "batch=0: must be 1 or more"),
         ("--policy", "fast", "policy 'fast' is not known; use one of native, streaming"),
         ("--dtype", "fp7", "dtype 'fp7' is not supported; use one of fp32"),
+        ("--cache-dtype", "fp7", "cache_dtype 'fp7' is not supported; use one of fp32, fp16"),
         ("--batch", 2**40, "bytes of memory; use a smaller batch or window"),
         ("--out", "", "out='' is empty: give the path"),
         ("--out", "x" * 5000, "a name of 5000 bytes"),

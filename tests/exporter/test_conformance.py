@@ -47,6 +47,21 @@ def test_right_bundle_holds_every_invariant(found: Conformance) -> None:
     assert all(check.tried for check in found.checks)
 
 
+@pytest.mark.parametrize("name", ["streaming", "native, two rows"])
+def test_float16_caches_hold_every_invariant(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    found = check_conformance(shared_tiny(tmp_path_factory, **BUNDLES[name], cache_dtype="fp16"))
+    assert [(check.invariant, check.detail) for check in found.checks if check.passed is False] == []
+    rows = {check.invariant: check for check in found.checks}
+    assert (found.dtype, found.cache_dtype) == ("float32", "float16")
+    assert found.tolerance == pytest.approx(3e-3 * found.scale)
+    assert rows["I9"].passed
+    # Turning the keys to another age rounds them once more.
+    assert rows["I9"].tolerance == 2 * found.tolerance
+    assert 1e-4 * found.scale < (rows["I9"].worst or 0)
+    for invariant in ("I4", "I5", "I6", "I7", "I10", "I11"):
+        assert rows[invariant].worst == 0
+
+
 def test_result_is_json(found: Conformance) -> None:
     raw = json.loads(found.to_json())
     assert raw["passed"] is True

@@ -1,6 +1,7 @@
 """What some families' attention has beside plain rotary: a softcap, learned sink logits, ALiBi slopes; and caches of another float type."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import count, product
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,25 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+import torch
+from sinkring.exporter.cache_plan import CachePlan, observe_layers, ring_names
 from sinkring.exporter.engine_builder import compile_engine, load_builder
-from sinkring.exporter.lower import lower_for
-from sinkring.exporter.passes.lower_by_head import LowerToAttentionByHead
+from sinkring.exporter.frontend import trace_step
+from sinkring.exporter.lower import lower_for, simplify
+from sinkring.exporter.node import DOMAIN
+from sinkring.exporter.passes.insertion import Insertion
 from sinkring.exporter.passes.lower_grouped import LowerToGroupedAttention
+from sinkring.exporter.passes.lower_summed import LowerToSummedAttention
 from sinkring.exporter.passes.lowering import LowerRingAttention
 from sinkring.exporter.plan import read_plan
 from sinkring.exporter.targets import TARGETS
+from sinkring.models.registry import find_family
+from sinkring.runtime.manifest import Ring, StateTensor
+from sinkring.runtime.ring import RingGeometry
 
 from tests.exporter.lowered_ring import FORMS, TOLERANCE, check, every_form, every_policy, lowered, two_layers
 from tests.exporter.ring_case import NODE_INPUTS, RingCase, make_call, ring_model, session
+from tests.models.tiny import tiny_llama
 
 SLOPES = (0.5, 0.25, 0.7, 0.05)
 KINDS: dict[str, dict[str, Any]] = {
@@ -30,6 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 # float16 keys and values are wrong by 2**-12 of themselves: of a score of 30 that is 0.007, and so is a weight's error.
 HALF_TOLERANCE = 3e-2
+DECODER = RingGeometry(2, 9, 14)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -124,32 +135,56 @@ def test_the_scatter_is_the_only_reader_of_a_ring_and_nothing_is_between(form: s
 
 
 def test_a_node_that_the_fused_operator_cannot_express_has_another_form() -> None:
-    half: dict[str, Any] = {"cache_dtype": "float16"}
-    for kind, fused in ((KINDS["ALiBi"], True), (KINDS["softcap"], False), (KINDS["sink logits"], False), (half, False)):
-        for tokens, other in ((1, LowerToAttentionByHead), (5, LowerToGroupedAttention)):
-            case = RingCase(2, 4, 4, tokens, policy="streaming", **kind)
-            model = lowered("fused", case)
-            assert any(node.op_type == "Attention" for node in model.graph) == fused, case
-            assert (_text(model) == _text(_lowered_by(other, case))) != fused, case
+    for kind, fused in ({}, True), (KINDS["ALiBi"], True), (KINDS["softcap"], False), (KINDS["sink logits"], False):
+        for tokens, other in ((1, LowerToSummedAttention), (5, LowerToGroupedAttention)):
+            for cache_dtype in ("float32", "float16"):
+                case = RingCase(2, 4, 4, tokens, policy="streaming", cache_dtype=cache_dtype, **kind)
+                model = lowered("fused", case)
+                assert any(node.op_type == "Attention" for node in model.graph) == fused, case
+                assert (_text(model) == _text(_lowered_by(other, case))) != fused, case
 
 
-def test_a_chunk_by_head_is_refused() -> None:
+def test_a_chunk_in_sums_is_refused() -> None:
     with pytest.raises(ir.passes.PreconditionError, match="T=5"):
-        _lowered_by(LowerToAttentionByHead, RingCase(2, 4, 4, 5))
+        _lowered_by(LowerToSummedAttention, RingCase(2, 4, 4, 5))
 
 
-@pytest.mark.parametrize("kind", ["plain", *KINDS])
-@pytest.mark.parametrize("cache_dtype", ["float32", "float16"])
-def test_tensorrt_reads_the_rings_in_place(kind: str, cache_dtype: str, tmp_path: Path) -> None:
-    """The real builder's plan of each decode form: no copy of a ring, for one product or for the other."""
+@cache
+def _decoder(policy: str, cache_dtype: str) -> ir.Model:
+    """Two layers, H=6, G=2, D=16: what the builder makes of a node depends on what is around it."""
+    model = tiny_llama(heads=6, kv_heads=2, head_dim=16)
+    family = find_family(model.config)
+    caches = CachePlan(observe_layers(model, family, 256), (Ring("write_index.0", DECODER, (0, 1)),))
+    stored = getattr(torch, cache_dtype)
+    return simplify(trace_step(model, family, caches, role="decode", policy=policy, batch=1, chunk=4, cache_dtype=stored))
+
+
+@pytest.mark.parametrize("kind", ["plain", "softcap", "sink logits", "ALiBi"])
+@pytest.mark.parametrize(("policy", "cache_dtype"), [("streaming", "float32"), ("native", "float16"), ("streaming", "float16")])
+def test_tensorrt_reads_the_rings_in_place(kind: str, policy: str, cache_dtype: str, tmp_path: Path) -> None:
+    """The real builder's plan of a whole decode step: no copy of a ring."""
     pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
-    for policy in ("native", "streaming"):
-        case = RingCase(2, 9, 5, 1, policy=policy, cache_dtype=cache_dtype, **KINDS.get(kind, {}))
-        onnx.save(ir.to_proto(lower_for(TARGETS["tensorrt-rtx"], "decode", ring_model(case))), tmp_path / "step.onnx")
-        compiled = compile_engine(load_builder("tensorrt-rtx"), "tensorrt-rtx", tmp_path / "step.onnx", 89, {})
-        plan = read_plan(compiled.plan_text, case.states, 1)
-        assert plan.faults() == ()
-        assert [update.in_place for update in plan.layers[0].updates] == [True, True]
+    model = _decoder(policy, cache_dtype).clone()
+    for node in [node for node in model.graph if node.domain == DOMAIN]:
+        if kind == "softcap":
+            node.attributes["softcap"] = ir.AttrFloat32("softcap", 30.0)
+        if kind == "ALiBi":
+            node.attributes["alibi_slopes"] = ir.AttrFloat32s("alibi_slopes", [0.5**head for head in range(6)])
+        if kind == "sink logits":
+            logits = Insertion(model.graph, node).constant(f"{node.outputs[0].name}.sink_logits", np.arange(6, dtype=np.float32))
+            node.resize_inputs(10)
+            node.replace_input_with(9, logits)
+    onnx.save(ir.to_proto(lower_for(TARGETS["tensorrt-rtx"], "decode", model)), tmp_path / "step.onnx")
+    compiled = compile_engine(load_builder("tensorrt-rtx"), "tensorrt-rtx", tmp_path / "step.onnx", 89, {})
+    shape = (1, 2, DECODER.capacity, 16)
+    states = tuple(
+        StateTensor(name, f"{name}.updated", "ring", shape, cache_dtype, 0, 0.0, ring=0, layer=layer)
+        for layer in range(2)
+        for name in ring_names(layer)
+    )
+    plan = read_plan(compiled.plan_text, states, 1)
+    assert plan.faults() == ()
+    assert [update.in_place for layer in plan.layers for update in layer.updates] == [True] * 4
 
 
 def test_tensorrt_copies_the_rings_of_the_grouped_form(tmp_path: Path) -> None:

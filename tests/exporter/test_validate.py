@@ -156,6 +156,16 @@ def test_damage_and_wrong_arguments_are_refused(bundles: dict[str, Path], tmp_pa
         validate_bundle(half, 20)
 
 
+def test_float16_caches_pass_within_a_limit_of_their_own(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Right graphs are further off than float32's limit, and wrong geometries are told apart all the same."""
+    result = validate_bundle(shared_tiny(tmp_path_factory, **GEOMETRIES["native"], cache_dtype="fp16"), STEPS)
+    assert result.passed, result.failures
+    assert (result.dtype, result.cache_dtype) == ("float32", "float16")
+    assert result.tolerance == pytest.approx(3e-3 * result.scale)
+    assert result.tolerance > max(row.max_error for row in result.regions) > 1e-4 * result.scale
+    assert all(control.told_apart and control.max_error > 10 * result.tolerance for control in result.controls)
+
+
 def test_two_validations_in_one_process_agree_to_the_last_bit(bundles: dict[str, Path]) -> None:
     """No hook and no patched attention is left behind."""
     first, second = (validate_bundle(bundles["streaming"], 20, target="onnxruntime") for _ in range(2))

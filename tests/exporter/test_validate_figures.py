@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 from sinkring.exporter.divergence import Divergence, Span, age_spans
 from sinkring.exporter.expected_logits import wrong_geometries
-from sinkring.exporter.verdict import CONTROL_FACTOR, GROWTH_NOISE, find_failures, judge_control, measure_growth
+from sinkring.exporter.verdict import GROWTH_NOISE, find_failures, judge_control, measure_growth
 from sinkring.runtime.ring import RingGeometry
 
 TOLERANCE = 1e-3
@@ -176,12 +176,13 @@ def test_best_token_may_differ_only_where_the_oracle_is_undecided() -> None:
 
 
 def test_control_takes_the_run_nearest_to_the_wrong_oracle() -> None:
-    far, near = with_error(0, 1), with_error(0, 1.01 * CONTROL_FACTOR * TOLERANCE)
-    control = judge_control("window 3", {"a": far, "b": near}, TOLERANCE)
+    needed = 10 * TOLERANCE
+    far, near = with_error(0, 1), with_error(0, 1.01 * needed)
+    control = judge_control("window 3", {"a": far, "b": near}, needed)
     assert control.run == "b"
     assert control.told_apart
     assert find_failures((), (), (control,), TOLERANCE, 1) == ()
-    blind = judge_control("window 3", {"a": far, "b": with_error(0, 0.9 * CONTROL_FACTOR * TOLERANCE)}, TOLERANCE)
+    blind = judge_control("window 3", {"a": far, "b": with_error(0, 0.9 * needed)}, needed)
     assert not blind.told_apart
     assert "can't tell" in find_failures((), (), (blind,), TOLERANCE, 1)[0]
 

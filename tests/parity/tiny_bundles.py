@@ -58,6 +58,7 @@ class Export:
     window: int
     chunk: int
     batch: int = 1
+    cache_dtype: str = "fp32"
 
 
 # The exporter rounds C up to a multiple of 8.
@@ -81,6 +82,12 @@ ROPE_EXPORTS = {
     "longrope short streaming": Export("longrope", "streaming", sinks=2, window=6, chunk=3),
     "longrope short native": Export("longrope", "native", sinks=0, window=16, chunk=1),
     "longrope long streaming": Export("longrope", "streaming", sinks=2, window=20, chunk=3),
+}
+# float16 caches; the first two are EXPORTS' of the same names otherwise.
+HALF_EXPORTS = {
+    "chunk 4 native, fp16": Export("plain", "native", sinks=3, window=7, chunk=4, cache_dtype="fp16"),
+    "chunk 4 streaming, fp16": Export("plain", "streaming", sinks=3, window=7, chunk=4, cache_dtype="fp16"),
+    "two rows, fp16": Export("plain", "streaming", sinks=2, window=4, chunk=3, batch=2, cache_dtype="fp16"),
 }
 SINGLE_ROW = tuple(name for name, export in EXPORTS.items() if export.batch == 1)
 
@@ -136,7 +143,7 @@ def feed_in_cuts(decoder: Decoder, ids: np.ndarray, cuts: Iterable[int]) -> np.n
 
 
 def export_tiny(name: str, folder: Path) -> TinyBundle:
-    export = {**EXPORTS, **ROPE_EXPORTS}[name]
+    export = {**EXPORTS, **ROPE_EXPORTS, **HALF_EXPORTS}[name]
     model = tiny_llama(**MODELS[export.model])
     model.save_pretrained(folder / "model")
     manifest = export_decoder(
@@ -147,6 +154,7 @@ def export_tiny(name: str, folder: Path) -> TinyBundle:
         window=export.window,
         chunk=export.chunk,
         batch=export.batch,
+        cache_dtype=export.cache_dtype,
         targets=TARGETS,
     )
     return TinyBundle(folder / "bundle", export, model, manifest.rings[0].geometry)
