@@ -183,6 +183,7 @@ def run_command(
         list[str] | None, typer.Option(metavar="TEXT", help="End at this text; may be given again.", show_default=False)
     ] = None,
     backend: Annotated[str, typer.Option(help="What runs the graphs: onnxruntime, tensorrt, tensorrt-rtx.")] = "onnxruntime",
+    device: Annotated[str | None, typer.Option(help="With onnxruntime: cpu or cuda. Default: cpu.", show_default=False)] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: all cores.", show_default=False)] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Draw the ring at the foot of the terminal.")] = False,
     metrics_port: Annotated[
@@ -199,7 +200,7 @@ def run_command(
     sampling = SamplingOptions(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
     )
-    options = RunOptions(tokens, sampling, tuple(stop or ()), backend, threads, as_json, watch, metrics_port)
+    options = RunOptions(tokens, sampling, tuple(stop or ()), backend, threads, as_json, watch, metrics_port, device)
     if chat and prompt is not None:
         raise InputError("--prompt and --chat are given: a chat takes its turns from stdin; leave one of them out")
     if chat:

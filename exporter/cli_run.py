@@ -31,7 +31,7 @@ _CHUNKS_PER_PIECE = 8
 class RunOptions:
     """tokens: the longest answer. threads: None for all cores. as_json: no text as it comes, but an object for each turn of a chat as it
     ends, and one at the end. watch: draw the ring at the foot of the terminal.
-    metrics_port: serve the decoder's metrics there; 0 for any that is free, None for not."""
+    metrics_port: serve the decoder's metrics there; 0 for any that is free, None for not. device: None for the backend's own."""
 
     tokens: int
     sampling: SamplingOptions
@@ -41,6 +41,7 @@ class RunOptions:
     as_json: bool
     watch: bool = False
     metrics_port: int | None = None
+    device: str | None = None
 
     def __post_init__(self) -> None:
         if self.tokens < 0:
@@ -53,7 +54,8 @@ class RunOptions:
 
     def for_backend(self) -> dict[str, Any]:
         """Options of the backend, as far as they were given."""
-        return {} if self.threads is None else {"threads": self.threads}
+        given = {"threads": self.threads, "device": self.device}
+        return {name: value for name, value in given.items() if value is not None}
 
 
 def run_prompt(bundle: Path, prompt: str | None, options: RunOptions) -> None:

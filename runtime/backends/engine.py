@@ -107,6 +107,11 @@ def find_engine(manifest: Manifest, role: Role, target: str, sm: int, version: s
 
 def _check_signature(engine: Any, trt: ModuleType, where: str, manifest: Manifest, role: Role) -> None:
     modes = {name: engine.get_tensor_mode(name) for name in _names(engine)}
+    for name in modes:
+        if engine.get_tensor_location(name) != trt.TensorLocation.DEVICE:
+            raise BundleError(
+                f"{where}: {name!r} is read on the host, and all tensors are bound in device memory; export and build it again"
+            )
     inputs, outputs = expected_tensors(manifest, role)
     if NEXT_TOKEN in modes:
         outputs[NEXT_TOKEN] = ("int64", (manifest.batch, 1))

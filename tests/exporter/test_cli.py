@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
@@ -15,9 +16,11 @@ from sinkring.exporter import cli
 from sinkring.exporter.cli_commands import parse_sms
 from sinkring.exporter.engine_summary import EngineSummary
 from sinkring.exporter.inspect import inspect_bundle
+from sinkring.runtime.backends.engine import find_engine
 from sinkring.runtime.bundle import check_files
+from sinkring.runtime.contract import check_contract
 from sinkring.runtime.errors import BundleError, InputError
-from sinkring.runtime.manifest import MANIFEST_NAME, Manifest, Policy
+from sinkring.runtime.manifest import MANIFEST_NAME, Manifest, Policy, Role
 
 from tests.exporter.invoke_cli import invoke, spawn
 
@@ -189,6 +192,12 @@ def test_build_shows_the_plan_and_inspect_finds_it_again(speaking_bundle: Path, 
     assert decode in invoke("inspect", bundle).out
     engines = json.loads(invoke("inspect", bundle, "--json").out)["engines"]
     assert [(engine["summary"]["role"], engine["stale"]) for engine in engines] == [("decode", False), ("prefill", False)]
+    # What the runtime looks for: an engine for this GPU and version, made for this manifest.
+    manifest = Manifest.read(bundle)
+    for role in get_args(Role):
+        engine = find_engine(manifest, role, "tensorrt-rtx", 89, metadata.version("tensorrt-rtx-cu13"), "a GPU")
+        said = json.loads((bundle / engine.report).read_text(encoding="utf-8"))["contract"]
+        check_contract(engine.report, said, manifest)
     rebuilt = json.loads(invoke("build", bundle, "--sm", "120", "--json").out)["engines"]
     assert [(report["role"], report["sm"], report["faults"]) for report in rebuilt] == [("decode", 120, []), ("prefill", 120, [])]
 

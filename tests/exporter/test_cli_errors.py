@@ -291,3 +291,8 @@ def test_an_interrupt_has_the_shell_s_status() -> None:
     with pytest.raises(SystemExit) as ended, one_line_faults():
         raise KeyboardInterrupt
     assert ended.value.code == 130
+
+
+def test_a_device_that_is_not_here(speaking_bundle: Path) -> None:
+    assert "device='tpu': must be 'cpu' or 'cuda'" in refused("run", speaking_bundle, "--prompt", "a", "--device", "tpu")
+    assert "CUDAExecutionProvider" in refused("run", speaking_bundle, "--prompt", "a", "--device", "cuda")

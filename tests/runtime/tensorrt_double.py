@@ -141,6 +141,9 @@ class Engine:
         dims = [dim.dim_value if dim.HasField("dim_value") else -1 for dim in self._tensor(name).shape.dim]
         return real.Dims(self._module.faults.get(("shape", name), dims))
 
+    def get_tensor_location(self, name: str) -> Any:
+        return getattr(real.TensorLocation, self._module.faults.get(("location", name), "DEVICE"))
+
     def get_tensor_profile_shape(self, name: str, profile: int) -> list[Any]:
         assert profile == 0
         most = self._module.faults.get("most tokens", 1 << 20)

@@ -90,6 +90,11 @@ def test_an_engine_of_other_shapes(bundle: Path, trt: TensorRtDouble) -> None:
     )
 
 
+def test_a_tensor_on_the_host(bundle: Path, trt: TensorRtDouble) -> None:
+    trt.faults[("location", "position")] = "HOST"
+    assert "'position' is read on the host, and all tensors are bound in device memory" in refused(bundle, BundleError)
+
+
 def test_a_prefill_engine_for_shorter_chunks(bundle: Path, trt: TensorRtDouble) -> None:
     trt.faults["most tokens"] = 3
     assert "'tokens' takes 1 to 3 tokens, the manifest's chunk is 4; build it again" in refused(bundle, BundleError)
