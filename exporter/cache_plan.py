@@ -88,9 +88,10 @@ def observe_layers(model: Any, family: Family, context_tokens: int) -> tuple[Lay
     """Run two tokens through the model and see what each layer asks of its attention.
 
     A window that is no shorter than the trained context never acts there: such a layer has full attention.
-    Raises UnsupportedError for a model whose layers do not attend, or not with heads of one kind.
+    Raises UnsupportedError for a model whose layers do not attend, not with heads of one kind, or without the window of its configuration.
     """
     seen: dict[int, LayerAttention] = {}
+    windows = _configured_windows(model.config, len(decoder_layers(model, family)))
     tokens = torch.zeros(1, 2, dtype=torch.int64)
 
     def no_angles(name: str) -> tuple[Tensor, Tensor]:
@@ -98,7 +99,12 @@ def observe_layers(model: Any, family: Family, context_tokens: int) -> tuple[Lay
         return half, torch.zeros_like(half)
 
     def watch(call: AttentionCall) -> Tensor:
-        window = call.window if call.window is not None and call.window < context_tokens else None
+        if (call.window or None) != windows[call.layer]:
+            raise UnsupportedError(
+                f"layer {call.layer}: the configuration says {_said(windows[call.layer])} and its attention asks for {_said(call.window)}: "
+                "this model is not supported"
+            )
+        window = call.window if call.window and call.window < context_tokens else None
         seen[call.layer] = LayerAttention(call.query.shape[1], call.key.shape[1], call.key.shape[3], window, call.rope)
         if call.value.shape != call.key.shape:
             keys, values = tuple(call.key.shape), tuple(call.value.shape)
@@ -114,6 +120,19 @@ def observe_layers(model: Any, family: Family, context_tokens: int) -> tuple[Lay
     if len(kinds := {(layer.query_heads, layer.kv_heads, layer.head_size) for layer in layers}) > 1:
         raise UnsupportedError(f"layers have heads of different kinds (H, G, D): {sorted(kinds)}: not supported")
     return layers
+
+
+def _configured_windows(config: Any, layers: int) -> tuple[int | None, ...]:
+    """Of each layer in tokens. Some attentions leave a window to the mask that transformers makes, and a ring would not hear of it."""
+    window = getattr(config, "sliding_window", None)
+    if not window or getattr(config, "use_sliding_window", True) is False:
+        return (None,) * layers
+    types = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def _said(window: int | None) -> str:
+    return f"a sliding window of {window} tokens" if window else "full attention"
 
 
 def rotated_pairs(model: Any, family: Family, rope: str) -> int:

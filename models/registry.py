@@ -5,13 +5,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 from sinkring.models.errors import UnsupportedModel
 from sinkring.models.refused import REFUSED
 from sinkring.models.settings import check_settings
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+
+
+Windows = Literal["no", "some layers", "some layers, if set", "all layers", "all layers, if set"]
+# What TensorRT-RTX makes of a decode step's attention, wherever the builder has a kernel for the heads: docs/results/plan-families.json.
+FUSED = "one fused kernel a layer"
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,9 @@ class Family:
     Most decoders of transformers turn queries and keys with their file's `apply_rotary_pos_emb` and attend through its registry of
     attention functions; what they hand over there (scale, window, softcap, learned sinks) is read from the call and not said here.
 
-    name: `model_type` of the configuration. examples: checkpoints that a user knows.
+    name: `model_type` of the configuration. examples: checkpoints that a user knows. special: what sets it apart from Llama.
+    windows: which layers have a trained sliding window, of the configuration's size; "if set": where it has one.
+    plan: a decode step's attention in the plan of TensorRT-RTX.
     layers, attention: attribute path of the list of layers, from the causal LM, and name of a layer's attention.
     rotary: attribute path of the module that makes cos and sin; None for a model that turns nothing.
     frequencies: of a rotary module that keeps none, float32 [R/2] in radians per token.
@@ -37,6 +44,9 @@ class Family:
 
     name: str
     examples: str
+    special: str = ""
+    windows: Windows = "no"
+    plan: str = FUSED
     rope_types: tuple[str, ...] = ROPE_TYPES
     layers: str = "model.layers"
     attention: str = "self_attn"

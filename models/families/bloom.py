@@ -25,6 +25,7 @@ def _forward(attend: Any, _rotate: Any, module: Any, hidden: Any, residual: Any,
 BLOOM = Family(
     name="bloom",
     examples="BLOOM, BLOOMZ",
+    special="ALiBi",
     layers="transformer.h",
     attention="self_attention",
     rotary=None,

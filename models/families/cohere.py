@@ -2,4 +2,4 @@
 
 from sinkring.models.registry import Family
 
-COHERE = Family(name="cohere", examples="Command R", interleaved=True)
+COHERE = Family(name="cohere", examples="Command R", special="interleaved rotary, logit scale, parallel residual", interleaved=True)

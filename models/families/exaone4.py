@@ -2,4 +2,6 @@
 
 from sinkring.models.registry import Family
 
-EXAONE4 = Family(name="exaone4", examples="EXAONE 4")
+EXAONE4 = Family(
+    name="exaone4", examples="EXAONE 4", special="rotary in sliding layers, NoPE in full ones, q/k norm", windows="some layers, if set"
+)

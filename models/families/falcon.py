@@ -37,6 +37,7 @@ def _forward(attend: Any, rotate: Any, module: Any, hidden: Any, *_: Any, positi
 FALCON = Family(
     name="falcon",
     examples="Falcon 7B, 40B, 180B, Falcon-RW",
+    special="multi-query or grouped, rotary or ALiBi",
     layers="transformer.h",
     attention="self_attention",
     rotary="transformer.rotary_emb",

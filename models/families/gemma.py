@@ -2,4 +2,4 @@
 
 from sinkring.models.registry import Family
 
-GEMMA = Family(name="gemma", examples="Gemma 2B, 7B")
+GEMMA = Family(name="gemma", examples="Gemma 2B, 7B", special="scaled embeddings")

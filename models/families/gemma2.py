@@ -2,4 +2,6 @@
 
 from sinkring.models.registry import Family
 
-GEMMA2 = Family(name="gemma2", examples="Gemma 2 2B, 9B, 27B")
+GEMMA2 = Family(
+    name="gemma2", examples="Gemma 2 2B, 9B, 27B", special="softcaps of scores and logits, own attention scale", windows="some layers"
+)

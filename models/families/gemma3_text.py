@@ -2,4 +2,6 @@
 
 from sinkring.models.registry import Family
 
-GEMMA3_TEXT = Family(name="gemma3_text", examples="Gemma 3 270M, 1B")
+GEMMA3_TEXT = Family(
+    name="gemma3_text", examples="Gemma 3 270M, 1B", special="5 local layers : 1 global, two rotary bases, q/k norm", windows="some layers"
+)

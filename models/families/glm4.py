@@ -2,4 +2,6 @@
 
 from sinkring.models.registry import Family
 
-GLM4 = Family(name="glm4", examples="GLM-4-0414", partial=True, interleaved=True)
+GLM4 = Family(
+    name="glm4", examples="GLM-4-0414", special="partial, interleaved rotary, norms after attention and MLP", partial=True, interleaved=True
+)

@@ -5,6 +5,7 @@ from sinkring.models.registry import Family
 GPT_NEOX = Family(
     name="gpt_neox",
     examples="Pythia, GPT-NeoX-20B",
+    special="partial rotary, parallel residual",
     partial=True,
     layers="gpt_neox.layers",
     attention="attention",

@@ -2,4 +2,4 @@
 
 from sinkring.models.registry import Family
 
-GPT_OSS = Family(name="gpt_oss", examples="gpt-oss 20B, 120B")
+GPT_OSS = Family(name="gpt_oss", examples="gpt-oss 20B, 120B", special="learned sink logits, mixture of experts", windows="some layers")

@@ -16,6 +16,7 @@ def _frequencies(config: Any) -> Tensor:
 GPTJ = Family(
     name="gptj",
     examples="GPT-J 6B",
+    special="partial, interleaved rotary, parallel residual",
     layers="transformer.h",
     attention="attn",
     rotary="transformer.rotary_emb",

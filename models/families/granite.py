@@ -2,4 +2,4 @@
 
 from sinkring.models.registry import Family
 
-GRANITE = Family(name="granite", examples="Granite 3")
+GRANITE = Family(name="granite", examples="Granite 3", special="multipliers of embeddings, residuals, scores and logits")

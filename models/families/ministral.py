@@ -2,4 +2,4 @@
 
 from sinkring.models.registry import Family
 
-MINISTRAL = Family(name="ministral", examples="Ministral 8B")
+MINISTRAL = Family(name="ministral", examples="Ministral 8B", windows="some layers")

@@ -2,4 +2,4 @@
 
 from sinkring.models.registry import Family
 
-MISTRAL = Family(name="mistral", examples="Mistral 7B, Mistral Nemo")
+MISTRAL = Family(name="mistral", examples="Mistral 7B, Mistral Nemo", windows="all layers, if set")

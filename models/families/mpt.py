@@ -32,6 +32,7 @@ def _forward(attend: Any, _rotate: Any, module: Any, hidden: Any, *_: Any, **__:
 MPT = Family(
     name="mpt",
     examples="MPT 7B, 30B",
+    special="ALiBi, clipped q, k, v",
     layers="transformer.blocks",
     attention="attn",
     rotary=None,

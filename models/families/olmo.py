@@ -2,4 +2,4 @@
 
 from sinkring.models.registry import Family
 
-OLMO = Family(name="olmo", examples="OLMo 1B, 7B")
+OLMO = Family(name="olmo", examples="OLMo 1B, 7B", special="norms without weights, clipped q, k, v")

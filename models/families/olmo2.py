@@ -2,4 +2,4 @@
 
 from sinkring.models.registry import Family
 
-OLMO2 = Family(name="olmo2", examples="OLMo 2")
+OLMO2 = Family(name="olmo2", examples="OLMo 2", special="q/k norm, norms after attention and MLP")

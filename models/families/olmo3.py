@@ -2,4 +2,4 @@
 
 from sinkring.models.registry import Family
 
-OLMO3 = Family(name="olmo3", examples="OLMo 3")
+OLMO3 = Family(name="olmo3", examples="OLMo 3", special="q/k norm, rotary of each kind of layer", windows="some layers")

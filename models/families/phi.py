@@ -2,4 +2,4 @@
 
 from sinkring.models.registry import Family
 
-PHI = Family(name="phi", examples="Phi-1, Phi-1.5, Phi-2", partial=True)
+PHI = Family(name="phi", examples="Phi-1, Phi-1.5, Phi-2", special="partial rotary, q/k norm, parallel residual", partial=True)

@@ -2,4 +2,10 @@
 
 from sinkring.models.registry import Family
 
-PHI3 = Family(name="phi3", examples="Phi-3, Phi-3.5, Phi-4-mini", partial=True)
+PHI3 = Family(
+    name="phi3",
+    examples="Phi-3, Phi-3.5, Phi-4-mini",
+    special="longrope, partial rotary (Phi-4-mini)",
+    windows="all layers, if set",
+    partial=True,
+)

@@ -2,4 +2,4 @@
 
 from sinkring.models.registry import Family
 
-QWEN3 = Family(name="qwen3", examples="Qwen3")
+QWEN3 = Family(name="qwen3", examples="Qwen3", special="q/k norm", windows="some layers, if set")

@@ -2,4 +2,4 @@
 
 from sinkring.models.registry import Family
 
-QWEN3_MOE = Family(name="qwen3_moe", examples="Qwen3-30B-A3B")
+QWEN3_MOE = Family(name="qwen3_moe", examples="Qwen3-30B-A3B", special="q/k norm, mixture of experts", windows="all layers, if set")

@@ -2,4 +2,4 @@
 
 from sinkring.models.registry import Family
 
-STARCODER2 = Family(name="starcoder2", examples="Starcoder2")
+STARCODER2 = Family(name="starcoder2", examples="Starcoder2", special="biases, LayerNorm", windows="all layers, if set")

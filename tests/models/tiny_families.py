@@ -21,6 +21,7 @@ _HEAD = {"head_dim": 8}
 _SLIDING_1_OF_2 = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 _SLIDING_3_OF_4 = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "num_hidden_layers": 4}
 _YARN = {"rope_type": "yarn", "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 32}
+_HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 _LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -244,7 +245,41 @@ TINY_FAMILIES: tuple[TinyFamily, ...] = (
         },
         (6, None, 6, None),
     ),
+    _row("arcee", "Arcee", {**_SIZES, **_MLP, **_HEAD}),
+    _row("helium", "Helium", {**_SIZES, **_MLP, **_HEAD}),
+    _row("seed_oss", "SeedOss", {**_SIZES, **_MLP, **_HEAD}),
+    _row("ernie4_5", "Ernie4_5", {**_SIZES, **_MLP, **_HEAD, "use_bias": True}),
+    _row("olmoe", "Olmoe", {**_SIZES, **_MLP, "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": 2.0}),
+    _row(
+        "granitemoe",
+        "GraniteMoe",
+        {
+            **_SIZES,
+            **_MLP,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.4,
+            "attention_multiplier": 0.2,
+        },
+    ),
+    _row("nemotron", "Nemotron", {**_SIZES, **_MLP, **_HEAD, "rope_parameters": _HALF}),
+    _row("persimmon", "Persimmon", {**_UNGROUPED, **_MLP, "rope_parameters": _HALF}),
+    _row(
+        "qwen2_moe",
+        "Qwen2Moe",
+        {
+            **_SIZES,
+            **_MLP,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
     _row("moshi", "Moshi", {**_SIZES, **_HEAD, "ffn_dim": 48, "sliding_window": CONTEXT, "num_codebooks": 2}),
+    _row("moshi-sliding", "Moshi", {**_SIZES, **_HEAD, "ffn_dim": 48, "sliding_window": 8, "num_codebooks": 2}, (8, 8)),
     TinyFamily(
         "kyutai_speech_to_text",
         "KyutaiSpeechToTextForConditionalGeneration",
