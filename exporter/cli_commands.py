@@ -370,6 +370,21 @@ def inspect_command(bundle: BundleArgument, as_json: JsonOption = False) -> None
         print_inspection(found)
 
 
+@app.command("families")
+def families_command(as_json: JsonOption = False) -> None:
+    """Show which model families are exported, how each is run, and which architectures are refused."""
+    with needs_extra("export", "families"):
+        from sinkring.exporter.family_table import HEADINGS, REFUSED_HEADINGS, list_families, list_refused
+
+    rows, refused = list_families(), list_refused()
+    if as_json:
+        print_json({"families": [dataclasses.asdict(row) for row in rows], "refused": [dataclasses.asdict(row) for row in refused]})
+        return
+    print_table(HEADINGS, [row.cells() for row in rows])
+    print()
+    print_table(REFUSED_HEADINGS, [row.cells() for row in refused], title="refused")
+
+
 @app.command("doctor")
 def doctor_command(as_json: JsonOption = False) -> None:
     """Show what this machine has, what it lacks, and how to get it."""

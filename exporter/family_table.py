@@ -9,10 +9,10 @@ from sinkring.models.registry import Family, Windows, families
 # Of the layers with full attention; those with a trained window keep it, whatever the policy.
 _POLICIES: dict[Windows, str] = {
     "no": "streaming, native, capacity",
-    "some layers": "the same, in its full layers",
-    "some layers, if set": "the same, in its full layers",
-    "all layers": "its trained window",
-    "all layers, if set": "the same; its window, if set",
+    "some layers": "full layers: streaming, native, capacity",
+    "some layers, if set": "full layers: streaming, native, capacity",
+    "all layers": "none, its window decides",
+    "all layers, if set": "streaming, native, capacity; with a window, none",
 }
 HEADINGS = ("model_type", "examples", "policies", "special", "trained windows", "rope types", "decode on TensorRT-RTX")
 REFUSED_HEADINGS = ("model_type", "reason")

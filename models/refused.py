@@ -1,5 +1,7 @@
 """Architectures that are refused by name, with the reason and what to do."""
 
+from sinkring.models.errors import UnsupportedModel
+
 _LEARNED = (
     "its positions are learned, one row for each up to the trained context, so it has none for a stream that goes on; "
     "use a model with rotary positions or ALiBi"
@@ -11,6 +13,14 @@ _STATE = (
 _LATENT = "it caches a latent of keys and values (MLA), not keys and values; use a model with grouped queries"
 _CROSS = "its decoder attends to an encoder (cross-attention); use a decoder-only model"
 _CHUNKED = "its layers attend within fixed chunks of the sequence, which no ring stores; use a model with full or sliding-window attention"
+_CODES = (
+    "each of its steps takes the codes of several audio codebooks beside the text token, and a bundle's step takes one token id; "
+    "use a decoder whose input is one token id"
+)
+_AUDIO = (
+    "each of its steps adds an embedding of audio to that of the token, and a bundle's step takes one token id; "
+    "use a decoder whose input is one token id"
+)
 
 REFUSED = {
     **dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "opt", "biogpt", "ctrl", "openai-gpt", "xglm", "codegen2", "imagegpt"), _LEARNED),
@@ -43,4 +53,12 @@ REFUSED = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "minicpm3", "kimi_k2", "longcat_flash", "youtu", "glm_moe_dsa"), _LATENT),
     **dict.fromkeys(("t5", "bart", "mbart", "marian", "pegasus", "blenderbot", "whisper", "mllama", "t5gemma", "musicgen"), _CROSS),
     **dict.fromkeys(("llama4", "llama4_text"), _CHUNKED),
+    **dict.fromkeys(("kyutai_speech_to_text", "csm"), _CODES),
+    **dict.fromkeys(("voxtral", "voxtral_realtime"), _AUDIO),
 }
+
+
+def refuse_by_name(architecture: str | None) -> None:
+    """Raises UnsupportedModel, with the reason, if that `model_type` is one of REFUSED."""
+    if architecture is not None and (reason := REFUSED.get(architecture)):
+        raise UnsupportedModel(f"architecture {architecture!r} cannot be a stream: {reason}")

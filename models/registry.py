@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from sinkring.models.errors import UnsupportedModel
-from sinkring.models.refused import REFUSED
+from sinkring.models.refused import refuse_by_name
 from sinkring.models.settings import check_settings
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
@@ -74,8 +74,7 @@ def find_family(config: Any) -> Family:
     """The family of a Hugging Face configuration. Raises UnsupportedModel, naming the supported ones, or what in it is not honoured."""
     family = families().get(config.model_type)
     if family is None:
-        if reason := REFUSED.get(config.model_type):
-            raise UnsupportedModel(f"architecture {config.model_type!r} cannot be a stream: {reason}")
+        refuse_by_name(config.model_type)
         raise UnsupportedModel(f"architecture {config.model_type!r} is not supported; supported: {', '.join(families())}")
     check_settings(config, family.rope_types if family.rotary else (), family.partial)
     return family

@@ -17,6 +17,7 @@ from sinkring.models.errors import ModelError, SourceError, UnsupportedModel
 from sinkring.models.fetch import KNOWN_WEIGHTS, fetch_weights, file_sha256
 from sinkring.models.gguf_file import gguf_read_once, inspect_gguf
 from sinkring.models.quiet import quiet_transformers
+from sinkring.models.refused import refuse_by_name
 from sinkring.models.tokenizer import read_tokenizer
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, __version__
 
@@ -184,12 +185,14 @@ def _read_config(source: Source) -> PreTrainedConfig:
     with _reading(source):
         if source.kind == "folder":
             architecture = PreTrainedConfig.get_config_dict(source.path, local_files_only=True)[0].get("model_type")
+            refuse_by_name(architecture)
             if architecture not in CONFIG_MAPPING:
                 raise UnsupportedModel(
                     f"{source.path}: architecture {architecture!r} is unknown to transformers {__version__}, and code that comes with "
                     "a model is never run; give one of a known architecture, or install a transformers that knows it"
                 )
         config = AutoConfig.from_pretrained(**_where(source), local_files_only=True, trust_remote_code=False)
+    refuse_by_name(config.model_type)
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModel(
             f"{source.path}: architecture {config.model_type!r} is no decoder with a language-model head; give one that is"

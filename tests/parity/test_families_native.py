@@ -1,0 +1,15 @@
+"""The parity table, policy native: sinks and a window, a capacity, or trained windows alone."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.parity.family_cases import FamilyCase, cases, check_family
+
+# Caches that do not wrap: alone, beside rings of trained windows, with ALiBi, and with angles that depend on the length.
+LINEAR = [FamilyCase(row, "capacity") for row in ("llama", "gemma3_text", "falcon-alibi", "phi3-longrope")]
+
+
+@pytest.mark.parametrize("case", [*cases("native", "trained"), *LINEAR], ids=str)
+def test_logits_are_those_of_eager_pytorch(case: FamilyCase, tmp_path: Path) -> None:
+    check_family(case, tmp_path)
