@@ -15,8 +15,6 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 
 Windows = Literal["no", "some layers", "some layers, if set", "all layers", "all layers, if set"]
-# What TensorRT-RTX makes of a decode step's attention, wherever the builder has a kernel for the heads: docs/results/plan-families.json.
-FUSED = "one fused kernel a layer"
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Family:
 
     name: `model_type` of the configuration. examples: checkpoints that a user knows. special: what sets it apart from Llama.
     windows: which layers have a trained sliding window, of the configuration's size; "if set": where it has one.
-    plan: a decode step's attention in the plan of TensorRT-RTX.
+    plan: a decode step's attention in the plan of TensorRT-RTX, where it was built.
     layers, attention: attribute path of the list of layers, from the causal LM, and name of a layer's attention.
     rotary: attribute path of the module that makes cos and sin; None for a model that turns nothing.
     frequencies: of a rotary module that keeps none, float32 [R/2] in radians per token.
@@ -46,7 +44,7 @@ class Family:
     examples: str
     special: str = ""
     windows: Windows = "no"
-    plan: str = FUSED
+    plan: str = ""
     rope_types: tuple[str, ...] = ROPE_TYPES
     layers: str = "model.layers"
     attention: str = "self_attn"
