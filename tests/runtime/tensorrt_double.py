@@ -24,7 +24,11 @@ from tests.runtime.cuda_double import STREAM, CudaDouble
 real = pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx-cu13 is not installed")
 
 SCRATCH_BYTES = {"decode": 5000, "prefill": 9000}
-_TYPES = {onnx.TensorProto.FLOAT: ("FLOAT", np.float32), onnx.TensorProto.INT64: ("INT64", np.int64)}
+_TYPES = {
+    onnx.TensorProto.FLOAT: ("FLOAT", np.float32),
+    onnx.TensorProto.FLOAT16: ("HALF", np.float16),
+    onnx.TensorProto.INT64: ("INT64", np.int64),
+}
 _ACCEPTED = {
     "str": str,
     "typing.SupportsInt": int,

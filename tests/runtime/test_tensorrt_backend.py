@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sinkring.exporter.export import export_decoder
 from sinkring.runtime import Decoder, open_bundle
 from sinkring.runtime.backends import device_states
 from sinkring.runtime.backends.device_backend import DeviceBackend
@@ -57,6 +58,22 @@ def test_a_stream_equals_that_of_onnxruntime_on_the_same_graphs(bundle: Path, tr
     assert np.ptp(wanted[0]) > 1
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-4, rtol=0)
+
+
+def test_caches_in_half_the_bytes(tiny_model: Path, tmp_path: Path, trt: TensorRtDouble, cuda: CudaDouble) -> None:
+    export_decoder(tiny_model, tmp_path / "exported", sinks=2, window=4, chunk=4, batch=2, cache_dtype="fp16")
+    bundle = with_engines(tmp_path / "exported", tmp_path / "bundle")
+    with open_bundle(bundle, target="tensorrt-rtx", threads=1) as expected, open_bundle(bundle, "tensorrt-rtx") as decoder:
+        logits = []
+        for opened in (expected, decoder):
+            first, second = opened.stream(), opened.stream()
+            logits.append([first.feed(IDS[:21]), second.feed(IDS[:5]), *(opened.step({first: int(token)})[first] for token in IDS[21:])])
+            held = opened.backend.read_row(1)
+            assert {array.dtype for array in held.values()} == {np.dtype(np.float16)}
+        for name, array in expected.backend.read_row(1).items():
+            np.testing.assert_allclose(array, held[name], atol=1e-2)
+    for one, other in zip(*logits, strict=True):
+        np.testing.assert_allclose(one, other, atol=0.05, rtol=0)
 
 
 def test_enterprise_tensorrt_is_the_same_code(tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: CudaDouble) -> None:
