@@ -35,7 +35,7 @@ class Saboteur:
     def at_work(self) -> AbstractContextManager[None]:
         return nullcontext() if self.patch is None else self.patch()
 
-    def unfit(self, manifest: Manifest, full: bool) -> str | None:
+    def unfit(self, bundle: Path, manifest: Manifest, full: bool) -> str | None:
         """Why it can do nothing here, or None."""
         geometries = [ring.geometry for ring in manifest.rings]
         wrapping = [geometry for geometry in geometries if geometry.wraps]
@@ -46,6 +46,7 @@ class Saboteur:
             "chunks": manifest.chunk > 1,
             "window": any(geometry.window_tokens > 1 for geometry in wrapping),
             "slack": all(geometry.slack > 0 for geometry in geometries if geometry.wraps),
+            "angles": "angles" in self.needs and _has_angles(bundle, manifest),
             "full": full,
         }
         missing = [need for need in self.needs if not have[need]]
@@ -59,8 +60,17 @@ _NEEDS = {
     "chunks": "a bundle with chunks of two tokens or more",
     "window": "a bundle with a window of two tokens or more",
     "slack": "a bundle with slack",
+    "angles": "a bundle with rotary angles: ALiBi takes distances from the slots",
     "full": "--suite full",
 }
+
+
+def _has_angles(bundle: Path, manifest: Manifest) -> bool:
+    """Whether the decode graph looks angles up by position."""
+    import onnx
+
+    graph = onnx.load(bundle / _decode_path(manifest), load_external_data=False).graph
+    return any(tensor.name.endswith(".digit0") for tensor in graph.initializer)
 
 
 def find_saboteur(name: str) -> Saboteur:
@@ -263,12 +273,13 @@ def _shorten_window(bundle: Path, path: str) -> None:
 def _sink_dropped(bundle: Path, manifest: Manifest) -> None:
     from sinkring.exporter.conformance.edited_copy import change_constant, edit_graph
 
-    def never(sink_from: Any) -> Any:
-        sink_from[..., -1] = np.iinfo(np.int64).max
+    def without_last(sink_from: Any) -> Any:
+        never = np.iinfo(np.int64).max
+        sink_from[..., np.flatnonzero(sink_from.ravel() < never)[-1]] = never
         return sink_from
 
     for path in {graph.path for graph in manifest.graphs}:
-        edit_graph(bundle, path, lambda model: change_constant(model, ".sink_from", never))
+        edit_graph(bundle, path, lambda model: change_constant(model, ".sink_from", without_last))
 
 
 def _ignored_weight(bundle: Path, manifest: Manifest) -> None:
@@ -311,7 +322,7 @@ SABOTEURS = (
         needs=("wraps",),
     ),
     Saboteur("growing-buffer", ("I8",), "each step keeps 32 logits", _growing_buffer),
-    Saboteur("float32-positions", ("I9",), "positions are rounded to float32", _float32_positions, needs=("wraps",)),
+    Saboteur("float32-positions", ("I9",), "positions are rounded to float32", _float32_positions, needs=("wraps", "angles")),
     Saboteur("ignored-weight", ("I10",), "one weight of the decode graph is not read", edit=_ignored_weight),
     Saboteur("refusal-swallowed", ("I11",), "ids outside the vocabulary are wrapped into it", _refusal_swallowed),
     Saboteur("one-form-short", ("I12",), "one decode graph's mask is one token short", edit=_one_form_short, needs=("window", "wraps")),

@@ -82,7 +82,7 @@ def check_conformance(
     check_files(path, manifest)
     check_consistent(path, manifest)
     limits = find_limits(path, manifest)
-    saboteur = None if sabotage is None else _find_fit(sabotage, manifest, full)
+    saboteur = None if sabotage is None else _find_fit(sabotage, path, manifest, full)
     say: Progress = progress or (lambda stage, done, total: None)
     began = time.perf_counter()
     tokens = _tokens(manifest, full)
@@ -139,9 +139,9 @@ def _check_choices(suite: str, only: Iterable[str] | None, budget_s: float) -> t
     return suite == "full", chosen
 
 
-def _find_fit(name: str, manifest: Manifest, full: bool) -> Saboteur:
+def _find_fit(name: str, bundle: Path, manifest: Manifest, full: bool) -> Saboteur:
     saboteur = find_saboteur(name)
-    if why := saboteur.unfit(manifest, full):
+    if why := saboteur.unfit(bundle, manifest, full):
         raise InputError(why)
     return saboteur
 

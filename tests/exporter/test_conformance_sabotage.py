@@ -32,7 +32,7 @@ def test_every_invariant_has_a_saboteur() -> None:
 def test_the_check_fails_under_its_own_saboteur(bundles: dict[str, Path], name: str, saboteur: Saboteur) -> None:
     manifest, suite = Manifest.read(bundles[name]), "full" if "full" in saboteur.needs else "quick"
     files = {path: path.read_bytes() for path in bundles[name].rglob("*") if path.is_file()}
-    if saboteur.unfit(manifest, suite == "full"):
+    if saboteur.unfit(bundles[name], manifest, suite == "full"):
         assert (saboteur.name, manifest.batch) == ("row-crosstalk", 1), "all others have something to break in both bundles"
         return
     policy = {"I2": "native", "I3": "streaming"}
