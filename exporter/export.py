@@ -21,6 +21,7 @@ from sinkring.exporter.cache_plan import (
     plan_caches,
     updated_name,
 )
+from sinkring.exporter.everything_used import check_everything_used
 from sinkring.exporter.finite import check_finite
 from sinkring.exporter.frontend import trace_step
 from sinkring.exporter.lower import lower_for, simplify
@@ -87,7 +88,8 @@ def export_decoder(
     of the names of weights that stay float32, such as "model.layers.0.*".
     progress is called with a line at the start of each stage.
 
-    The bundle appears whole or not at all. Returns its manifest.
+    The bundle appears whole or not at all, and only once each weight and state of its decode graphs was seen to matter. Returns its
+    manifest.
     Raises GeometryError, InputError, UnsupportedError, BundleError.
     """
     out = _check_out(out)
@@ -132,6 +134,7 @@ def export_decoder(
             say("writing the manifest")
             manifest = _complete(part, plan, loaded, graphs)
             replace_text(part / MANIFEST_NAME, manifest.to_json())
+            check_everything_used(part, manifest, say)
     except OSError as error:
         raise BundleError(f"{out}: could not be written ({error.strerror}: {error.filename or out}); nothing was left there") from error
     return manifest

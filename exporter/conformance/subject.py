@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sinkring.exporter.expected_logits import Expected, Progress
 from sinkring.exporter.geometries import leading_geometry, most_tokens
+from sinkring.exporter.influence import largest_difference
 from sinkring.exporter.reference_text import ReferenceIds
 from sinkring.runtime.backends.engine import MODULES
 from sinkring.runtime.decoder import Decoder, open_bundle
@@ -88,13 +89,6 @@ class Subject:
     def other_ids(self, count: int, seed: int) -> NDArray[np.int64]:
         """Ids that have nothing to do with the text, int64 [count]."""
         return np.random.default_rng(seed).integers(0, self.manifest.model.vocab_size, count, dtype=np.int64)
-
-
-def largest_difference(actual: Logits, expected: Logits) -> float:
-    """max |actual - expected|, infinite where the shapes differ or a number is not finite."""
-    if actual.shape != expected.shape or not np.isfinite(actual).all():
-        return float("inf")
-    return float(np.abs(actual - expected).max(initial=0.0))
 
 
 def stream_on_row(decoder: Decoder, row: int) -> Stream:

@@ -1,0 +1,165 @@
+"""A graph of a bundle in ONNX Runtime by itself, without sinkring's runtime, to see whether what it reads changes its logits.
+
+Its weights are declared as inputs too, so that one run can be given another one: nothing is written, no session is opened twice, and only
+the changed tensor is in memory beside the file, which is mapped.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnx import TensorProto, external_data_helper, helper, numpy_helper
+
+# Of a tensor's own root mean square: as large as what it holds, so that its effect is far above rounding.
+PERTURBATION = 1.0
+# A slot's weight in the softmax may be a millionth: what it holds must change by enough to show through it.
+SLOT_PERTURBATION = 1000.0
+# Next tokens that must all leave the logits as they are before a weight or a slot counts as dead.
+ATTEMPTS = 4
+_PATTERN = np.random.default_rng(10).standard_normal(1021).astype(np.float32)
+# Rows of a large weight are changed so many numbers at a time.
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """Columns start .. stop-1 of a weight's last axis, which a Split behind it makes a weight of its own; all of them where none does."""
+
+    weight: str
+    start: int
+    stop: int
+    name: str
+
+    @property
+    def kind(self) -> str:
+        """The same for the same part in every layer."""
+        return f"{re.sub(r'[0-9]+', 'n', self.weight)}[{self.start}:{self.stop}]"
+
+
+class ProbedGraph:
+    """One graph of the bundle in `folder`, its inputs (`feeds`, which a caller may change between runs) and its weights at hand.
+
+    logits are those of the first row's last token. parts: of all weights, in the order in which the graph reads them. vocab: V.
+    """
+
+    def __init__(self, folder: Path, path: str, feeds: dict[str, NDArray[Any]], vocab: int) -> None:
+        self._folder, self.feeds, self._vocab = folder, feeds, vocab
+        model = onnx.load(folder / path, load_external_data=False)
+        self._weights = {tensor.name: tensor for tensor in model.graph.initializer if _is_weight(tensor)}
+        first_reader = {name: index for index, node in reversed(list(enumerate(model.graph.node))) for name in node.input}
+        in_order = sorted(self._weights, key=lambda name: first_reader.get(name, -1))
+        self.parts = [part for name in in_order for part in _parts(model, self._weights[name])]
+        for tensor in self._weights.values():
+            model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+        self._session = _session(model, folder)
+
+    def logits(self, changed: dict[str, NDArray[Any]], attempt: int) -> NDArray[np.float32]:
+        """float32 [V]. In the first attempt after the tokens of the feeds, in others after different ones."""
+        tokens = (self.feeds["tokens"] + attempt * 7) % self._vocab
+        (out,) = self._session.run(["logits"], {**self.feeds, **changed, "tokens": tokens})
+        found: NDArray[np.float32] = out[0, -1]
+        return found
+
+    def outputs(self, names: Sequence[str]) -> list[NDArray[Any]]:
+        """Of one run with the feeds as they are."""
+        found: list[NDArray[Any]] = self._session.run(list(names), self.feeds)
+        return found
+
+    def effect(self, changed: dict[str, NDArray[Any]]) -> float:
+        """Largest |change| of a logit. One token may by chance look so little at itself that its own key and value vanish in rounding.
+
+        Infinite where a logit is not finite.
+        """
+        for attempt in range(ATTEMPTS):
+            if effect := largest_difference(self.logits(changed, attempt), self._right[attempt]):
+                return effect
+        return 0.0
+
+    @cached_property
+    def _right(self) -> list[NDArray[np.float32]]:
+        return [self.logits({}, attempt) for attempt in range(ATTEMPTS)]
+
+    def changed_weight(self, part: Part) -> dict[str, NDArray[Any]]:
+        array = np.array(self._read(self._weights[part.weight]))
+        add_noise(array[..., part.start : part.stop], PERTURBATION)
+        return {part.weight: array}
+
+    def changed_state(self, state: str, slots: Sequence[int] | None = None) -> dict[str, NDArray[Any]]:
+        """The whole of the state, or by more the rows in `slots` of its second last axis."""
+        array = self.feeds[state].copy()
+        if slots is None:
+            add_noise(array, PERTURBATION)
+        for slot in slots or ():
+            add_noise(array[..., slot, :], SLOT_PERTURBATION)
+        return {state: array}
+
+    def _read(self, tensor: TensorProto) -> NDArray[Any]:
+        if not external_data_helper.uses_external_data(tensor):
+            return numpy_helper.to_array(tensor)
+        where = external_data_helper.ExternalDataInfo(tensor)
+        return np.memmap(
+            self._folder / where.location, helper.tensor_dtype_to_np_dtype(tensor.data_type), "r", where.offset or 0, tuple(tensor.dims)
+        )
+
+
+def largest_difference(actual: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
+    """max |actual - expected|, infinite where the shapes differ or a number is not finite."""
+    if actual.shape != expected.shape or not np.isfinite(actual).all():
+        return float("inf")
+    return float(np.abs(actual - expected).max(initial=0.0))
+
+
+def add_noise(array: NDArray[Any], times: float) -> None:
+    """In place, `times` the array's root mean square in size; the same for equal arrays."""
+    rows = array[None] if array.ndim == 1 else array
+    step = max(1, _BLOCK // max(1, rows[0].size))
+    blocks = [rows[start : start + step] for start in range(0, len(rows), step)]
+    squares = sum(float(np.square(block, dtype=np.float64).sum()) for block in blocks)
+    scale = times * ((squares / array.size) ** 0.5 or 1.0)
+    done = 0
+    for block in blocks:
+        block += np.resize(np.roll(_PATTERN, -(done % len(_PATTERN))), block.shape).astype(array.dtype) * array.dtype.type(scale)
+        done += block.size
+
+
+def _is_weight(tensor: TensorProto) -> bool:
+    # What has one number is a constant of the form, like the scale or the mask's minus infinity: a wrong one fails the parity.
+    return tensor.data_type in (TensorProto.FLOAT, TensorProto.FLOAT16) and int(np.prod(list(tensor.dims))) > 1
+
+
+def _parts(model: onnx.ModelProto, tensor: TensorProto) -> list[Part]:
+    """The columns that a Split behind the product with this weight takes apart."""
+    columns = int(tensor.dims[-1])
+    constants = {other.name: other for other in model.graph.initializer}
+    products = [node for node in model.graph.node if node.op_type == "MatMul" and tensor.name in node.input]
+    splits = [node for node in model.graph.node if node.op_type == "Split" and products and node.input[0] == products[0].output[0]]
+    if not splits or len(splits[0].input) < 2:
+        return [Part(tensor.name, 0, columns, _model_s_name(tensor.name))]
+    sizes = numpy_helper.to_array(constants[splits[0].input[1]]).tolist()
+    stops = np.cumsum(sizes).tolist()
+    # A weight that was merged is called by the names of its parts; one that the model itself splits has one name.
+    names = [_model_s_name(name) for name in tensor.name.split("+")]
+    if len(names) != len(sizes):
+        names = [f"columns {stop - size} to {stop} of {_model_s_name(tensor.name)}" for size, stop in zip(sizes, stops, strict=True)]
+    return [Part(tensor.name, stop - size, stop, name) for size, stop, name in zip(sizes, stops, names, strict=True)]
+
+
+def _model_s_name(initializer: str) -> str:
+    """What the model calls a weight: tracing puts `model.` before it, and storing it transposed a word behind it."""
+    return initializer.removeprefix("model.").removesuffix(".transposed")
+
+
+def _session(model: onnx.ModelProto, folder: Path) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    # The model is given as bytes, so that its copy with more inputs is nowhere on disk; its weights lie where they did.
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
