@@ -5,15 +5,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
-from sinkring.models.errors import SourceError, UnsupportedModel
+from sinkring.models.errors import SourceError
+from sinkring.models.gguf_settings import check_gguf_tensors
 
 
 @dataclass(frozen=True)
 class GgufFacts:
+    """settings: the keys of the architecture and `general.type`, with their values. tensors: their names."""
+
     architecture: str
     has_tokenizer: bool
+    settings: dict[str, Any]
+    tensors: tuple[str, ...]
 
 
 @contextmanager
@@ -35,7 +41,7 @@ def gguf_read_once() -> Iterator[None]:
 
 
 def inspect_gguf(path: Path) -> GgufFacts:
-    """Raises SourceError for a damaged file or one part of a split model, UnsupportedModel for rotary scaling that would be lost."""
+    """Raises SourceError for a damaged file or one part of a split model."""
     from gguf import GGUFReader  # Only GGUF sources need that package.
 
     with path.open("rb") as file:
@@ -51,16 +57,14 @@ def inspect_gguf(path: Path) -> GgufFacts:
     split = reader.fields.get("split.count")
     if split is not None and int(split.contents()) > 1:
         raise SourceError(f"{path}: is one of {int(split.contents())} parts of a model; join them with `llama-gguf-split --merge`")
-    # gpt-oss is the one architecture whose scaling transformers takes over.
-    scaling = reader.fields.get(f"{architecture}.rope.scaling.type")
-    if scaling is not None and scaling.contents() != "none" and architecture != "gpt-oss":
-        raise UnsupportedModel(
-            f"{path}: rope scaling {scaling.contents()!r} is lost when transformers reads a GGUF of {architecture}; "
-            "give the model's safetensors folder"
-        )
-    if any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
-        raise UnsupportedModel(
-            f"{path}: scaled rotary frequencies (rope_freqs.weight) are lost when transformers reads a GGUF; "
-            "give the model's safetensors folder"
-        )
-    return GgufFacts(architecture, has_tokenizer="tokenizer.ggml.model" in reader.fields)
+    # Not those of the tokenizer, whose vocabulary takes seconds to decode.
+    said = {name: field.contents() for name, field in reader.fields.items() if name.startswith((f"{architecture}.", "general.type"))}
+    return GgufFacts(architecture, "tokenizer.ggml.model" in reader.fields, said, tuple(tensor.name for tensor in reader.tensors))
+
+
+def check_all_read(path: Path, facts: GgufFacts, model: Any) -> None:
+    """Raises UnsupportedModel for a tensor of the file that `model`, which was loaded from it, has no place for."""
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    processor = TENSOR_PROCESSORS.get(facts.architecture, TensorProcessor)(config={})
+    check_gguf_tensors(path, facts.tensors, get_gguf_hf_weights_map(model, processor))

@@ -15,11 +15,17 @@ from typing import Any, Literal
 import torch
 from sinkring.models.errors import ModelError, SourceError, UnsupportedModel
 from sinkring.models.fetch import KNOWN_WEIGHTS, fetch_weights, file_sha256
-from sinkring.models.gguf_file import gguf_read_once, inspect_gguf
+from sinkring.models.gguf_file import check_all_read, gguf_read_once, inspect_gguf
+from sinkring.models.gguf_settings import check_gguf_settings
 from sinkring.models.quiet import quiet_transformers
 from sinkring.models.refused import refuse_by_name
 from sinkring.models.tokenizer import read_tokenizer
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, __version__
+
+# Of a model that also reads images or sound: what its text decoder's weights are called in the checkpoint, and what else is in there.
+_TEXT_PART: dict[str | None, tuple[dict[str, str], tuple[str, ...]]] = {
+    "gemma3": ({r"^(?:model\.)?language_model\.(?:model\.)?": "model."}, ("vision_tower.", "multi_modal_projector."))
+}
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 SAFETENSORS = "model.safetensors"
@@ -93,11 +99,15 @@ def load_model(source: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
     found = resolve_source(source)
     with quiet_transformers(), gguf_read_once():
         with _reading(found):
-            with_tokenizer = found.kind == "folder" or inspect_gguf(found.path).has_tokenizer
+            gguf = inspect_gguf(found.path) if found.kind == "gguf" else None
         config = _read_config(found)
+        if gguf is not None:
+            check_gguf_settings(found.path, gguf.architecture, gguf.settings, config)
         model = _read_weights(found, config, dtype)
         with _reading(found):
-            tokenizer = read_tokenizer(found.path) if with_tokenizer else None
+            if gguf is not None:
+                check_all_read(found.path, gguf, model)
+            tokenizer = read_tokenizer(found.path) if gguf is None or gguf.has_tokenizer else None
     generation = getattr(model, "generation_config", None)
     stops = set(tokenizer.stop_ids) if tokenizer else set()
     for eos in (config.eos_token_id, getattr(generation, "eos_token_id", None)):
@@ -182,6 +192,7 @@ def _reading(source: Source) -> Iterator[None]:
 
 
 def _read_config(source: Source) -> PreTrainedConfig:
+    """Of the text decoder, for a checkpoint that holds more."""
     with _reading(source):
         if source.kind == "folder":
             architecture = PreTrainedConfig.get_config_dict(source.path, local_files_only=True)[0].get("model_type")
@@ -193,6 +204,8 @@ def _read_config(source: Source) -> PreTrainedConfig:
                 )
         config = AutoConfig.from_pretrained(**_where(source), local_files_only=True, trust_remote_code=False)
     refuse_by_name(config.model_type)
+    if config.model_type in _TEXT_PART:
+        return config.get_text_config()
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModel(
             f"{source.path}: architecture {config.model_type!r} is no decoder with a language-model head; give one that is"
@@ -204,6 +217,7 @@ def _read_config(source: Source) -> PreTrainedConfig:
 
 
 def _read_weights(source: Source, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    names, others = _text_part(source)
     with _reading(source):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             **_where(source),
@@ -216,11 +230,15 @@ def _read_weights(source: Source, config: PreTrainedConfig, dtype: torch.dtype) 
             # Only so that they are listed below, with both shapes, rather than in a table that is printed.
             ignore_mismatched_sizes=True,
             output_loading_info=True,
+            key_mapping=names or None,
         )
     model: PreTrainedModel = loaded[0]
     # transformers fills missing weights with random numbers and drops unexpected ones, with no more than a warning.
     for fault in ("missing_keys", "mismatched_keys", "unexpected_keys", "error_msgs"):
-        if faulty := sorted(_describe(key) for key in loaded[1].get(fault) or ()):
+        faulty = sorted(_describe(key) for key in loaded[1].get(fault) or ())
+        if fault == "unexpected_keys" and others:
+            faulty = [name for name in faulty if not name.removeprefix("model.").startswith(others)]
+        if faulty:
             raise SourceError(
                 f"{source.path}: weights and config disagree, {fault.replace('_', ' ')}: {len(faulty)}, first {faulty[0]}; "
                 "copy the source again, or give one that is complete"
@@ -230,6 +248,14 @@ def _read_weights(source: Source, config: PreTrainedConfig, dtype: torch.dtype) 
         loaded[0].hf_quantizer.remove_quantization_config(model)
         model.config._is_quantized = False
     return model
+
+
+def _text_part(source: Source) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Names in the checkpoint by those of the text decoder, and what the names of the rest begin with."""
+    if source.kind == "gguf":
+        return {}, ()
+    kind = PreTrainedConfig.get_config_dict(source.path, local_files_only=True)[0].get("model_type")
+    return _TEXT_PART.get(kind, ({}, ()))
 
 
 def _describe(fault: str | tuple[str, torch.Size, torch.Size]) -> str:
