@@ -17,6 +17,7 @@ def print_validation(found: "Validation") -> None:
             "policy": found.policy,
             "rings": f"{describe_rings(found.rings)}, B={found.batch}",
             "dtype": f"{found.dtype}, caches {found.cache_dtype}",
+            **({"weights": found.weights} if found.weights != "fp32" else {}),
             "text": f"{found.steps:,} tokens of {found.ids}",
             "tolerance": f"{found.tolerance:.3g} on logits of up to {found.scale:.3g}",
             "measured on": f"{machine.cpu}, {machine.cores} cores; "
@@ -39,7 +40,7 @@ def print_validation(found: "Validation") -> None:
                 f"{row.top1:.2%}",
                 "none" if row.first_divergence is None else f"position {row.first_divergence}",
             )
-            for row in found.regions
+            for row in (*found.regions, *found.quantized)
         ],
     )
     for control in found.controls:

@@ -3,14 +3,16 @@
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from sinkring.exporter.geometries import full_attention_geometry
+from sinkring.exporter.stored_weights import put_stored_weights
 from sinkring.models.alibi import alibi_slopes
 from sinkring.models.anatomy import longest_reach, read_layers, trained_window_replaced, trained_windows
 from sinkring.models.errors import ModelError, SourceError
@@ -49,6 +51,7 @@ class Expected:
 
     turns: how each layer's keys turn with their position, None for a layer whose keys do not. trained_window: tokens, of the layers with a
     sliding window, None for a model without. alibi: whether scores fall with distance instead.
+    moved: see `put_stored_weights`; empty for the model's own weights.
     """
 
     logits: NDArray[np.float32]
@@ -59,6 +62,7 @@ class Expected:
     turns: tuple[KeyTurn | None, ...]
     trained_window: int | None
     alibi: bool
+    moved: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,18 +77,22 @@ class _Streamed:
     trained: int | None
 
 
-def compute_expected(bundle: str, manifest: Manifest, ids: NDArray[np.int64], model: str | None, progress: Progress) -> Expected:
+def compute_expected(
+    bundle: str, manifest: Manifest, ids: NDArray[np.int64], model: str | None, progress: Progress, *, stored: bool = False
+) -> Expected:
     """Load the bundle's model (`model`, or the manifest's source) and run the oracle over ids int64 [N]. The model is freed on return.
 
     Sinks and window are the manifest's for the layers that were trained with full attention, where a linear cache is a window of N tokens;
-    the other layers' windows are the model's. Raises BundleError if the source is missing or is not what the bundle was exported from,
-    UnsupportedError for what the oracle refuses.
+    the other layers' windows are the model's. stored: with the weights that the bundle stores in place of the model's.
+
+    Raises BundleError if the source is missing or is not what the bundle was exported from, UnsupportedError for what the oracle refuses.
     """
     source = model or manifest.model.source
     check_source(bundle, manifest, source)
     progress("loading the model", 0, 1)
     try:
         network = load_model(source).model
+        moved = put_stored_weights(network, Path(bundle), manifest) if stored else {}
         progress("loading the model", 1, 1)
         right = _asked(bundle, manifest, network, len(ids))
         with _layer_progress(network, len(ids), "oracle", progress):
@@ -105,7 +113,7 @@ def compute_expected(bundle: str, manifest: Manifest, ids: NDArray[np.int64], mo
     del network
     gc.collect()
     margins = top2_margin(logits).numpy()
-    return Expected(logits.numpy(), margins, float(logits.abs().max()), tuple(wrong), source, turns, right.trained, alibi)
+    return Expected(logits.numpy(), margins, float(logits.abs().max()), tuple(wrong), source, turns, right.trained, alibi, moved)
 
 
 def _asked(bundle: str, manifest: Manifest, network: Any, steps: int) -> _Streamed:

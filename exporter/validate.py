@@ -17,6 +17,7 @@ from sinkring.exporter.expected_logits import Expected, Progress, compute_expect
 from sinkring.exporter.geometries import leading_geometry, most_tokens
 from sinkring.exporter.machine import describe_machine
 from sinkring.exporter.reference_text import ReferenceIds, read_reference_ids
+from sinkring.exporter.validate_blocks import validate_blocks
 from sinkring.exporter.verdict import Run, Validation, find_failures, find_limits, judge_control, measure_growth
 from sinkring.runtime.bundle import check_consistent, check_files
 from sinkring.runtime.decoder import Decoder, open_bundle
@@ -55,8 +56,19 @@ def validate_bundle(
     notes += cut
     reference = read_reference_ids(path, manifest, steps)
     say: Progress = progress or (lambda stage, done, total: None)
-    expected = compute_expected(str(bundle), manifest, reference.ids, model, say)
-    return judge_runs(str(bundle), manifest, runs, notes, reference, expected, say)
+    stored = manifest.weights.format != "fp32"
+    expected = compute_expected(str(bundle), manifest, reference.ids, model, say, stored=stored)
+    if not stored:
+        return judge_runs(str(bundle), manifest, runs, notes, reference, expected, say)
+    return validate_blocks(
+        str(bundle),
+        manifest,
+        runs,
+        expected,
+        compute_expected(str(bundle), manifest, reference.ids, model, say),
+        lambda folder: judge_runs(folder, manifest, runs, notes, reference, expected, say),
+        lambda folder, run, right: _compare(folder, run, manifest, reference.ids, right, say)[0],
+    )
 
 
 def judge_runs(

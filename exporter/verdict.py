@@ -23,6 +23,11 @@ from sinkring.runtime.manifest import Manifest, Ring
 # that are overwritten too early, is a factor without an upper end. Below this share of the tolerance, 2e-6 of the scale, it is rounding.
 GROWTH_LIMIT = 3.0
 GROWTH_NOISE = 0.02
+# Of weights in blocks. MOST_MOVED: norm of a stored matrix's error over its norm: rounding measures 0.09 for 4 bits and 0.006 for 8, a
+# matrix in another one's place or with rows in another order 1.4; of blocks taken over it is float32's rounding. ROUNDED_KL: mean nats
+# that rounding inputs to int8 may cost (SmolLM2: 0.003).
+MOST_MOVED = {"int4": 0.3, "int8": 0.05, "taken over": 1e-5}
+ROUNDED_KL = 0.05
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,8 @@ class Validation:
     """The result of `validate_bundle`. regions: one row per run and age. failures: a line per fault, empty if passed.
 
     scale: the oracle's largest |logit|; tolerance: largest |error| that passes, in logits. ids_sha256: of the ids as little-endian int64.
-    notes: what this validation could not see. versions: packages of this run; made_with: those of the export.
+    weights, quantized: of a bundle with weights in blocks, its format and the rows of the file as it runs (see `validate_blocks`), over
+    all steps. notes: what this validation could not see. versions: packages of this run; made_with: those of the export.
     """
 
     bundle: str
@@ -117,6 +123,8 @@ class Validation:
     versions: dict[str, str]
     made_with: dict[str, str]
     machine: Machine
+    weights: str = "fp32"
+    quantized: tuple[Region, ...] = ()
 
     @property
     def passed(self) -> bool:

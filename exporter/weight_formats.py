@@ -27,11 +27,11 @@ class StoredWeights:
     """blocks: by parameter name. taken_over: names whose blocks are the source file's. kept: names of the matrices left in float32."""
 
     blocks: dict[str, BlockMatrix]
-    taken_over: frozenset[str]
+    taken_over: tuple[str, ...]
     kept: tuple[str, ...]
 
     def described(self, weights: WeightFormat) -> WeightStorage:
-        return WeightStorage(weights, self.kept, len(self.taken_over))
+        return WeightStorage(weights, self.kept, self.taken_over)
 
     def by_initializer(self, model: torch.nn.Module) -> dict[str, BlockMatrix]:
         """The blocks by the names that a trace of `model` gives its weights; a tied one goes by any of its names."""
@@ -56,9 +56,12 @@ def choose_weights(loaded: LoadedModel, weights: str, keep: Sequence[str]) -> St
     Raises InputError for a pattern that no matrix matches.
     """
     if weights == "fp32":
-        return StoredWeights({}, frozenset(), ())
+        return StoredWeights({}, (), ())
     ours = _gguf_blocks(loaded)
-    blocks, taken, kept, used = {}, set(), [], set()
+    blocks: dict[str, BlockMatrix] = {}
+    taken: list[str] = []
+    kept: list[str] = []
+    used: set[str] = set()
     for name, weight, is_table in _matrices(loaded.model):
         matched = [pattern for pattern in keep if fnmatchcase(name, pattern)]
         used.update(matched)
@@ -69,11 +72,11 @@ def choose_weights(loaded: LoadedModel, weights: str, keep: Sequence[str]) -> St
         same = take_over(ours[name], weight, bits, residuals=not is_table) if name in ours else None
         blocks[name] = same or quantize_blocks(weight, bits)
         if same:
-            taken.add(name)
+            taken.append(name)
     if unused := [pattern for pattern in keep if pattern not in used]:
         example = next(iter(blocks), "none")
         raise InputError(f"keep_fp32={unused[0]!r}: no weight has such a name; names look like {example}")
-    return StoredWeights(blocks, frozenset(taken), tuple(kept))
+    return StoredWeights(blocks, tuple(taken), tuple(kept))
 
 
 def take_over(blocks: GgufBlocks, weight: torch.Tensor, bits: int, *, residuals: bool) -> BlockMatrix | None:

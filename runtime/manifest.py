@@ -117,12 +117,13 @@ class Tokenizer:
 class WeightStorage:
     """How the matrices are stored. format: "int8" and "int4" are blocks of 32 weights, of the embedding and the head in 8 bits in both.
 
-    kept_fp32: names of the matrices that are float32 all the same; taken_over: how many are the source file's own blocks, unchanged.
+    kept_fp32: names of the matrices that are float32 all the same; taken_over: of those that are the source file's own
+    blocks, unchanged.
     """
 
     format: Literal["fp32", "int8", "int4"] = "fp32"
     kept_fp32: tuple[str, ...] = ()
-    taken_over: int = 0
+    taken_over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from sinkring.exporter.reference_text import read_reference_ids
 from sinkring.exporter.validate import PACKAGES
 from sinkring.exporter.verdict import find_limits
 from sinkring.runtime.bundle import check_consistent, check_files
-from sinkring.runtime.errors import InputError
+from sinkring.runtime.errors import InputError, UnsupportedError
 from sinkring.runtime.manifest import Manifest
 
 SUITES = ("quick", "full")
@@ -81,6 +81,11 @@ def check_conformance(
     manifest = Manifest.read(path)
     check_files(path, manifest)
     check_consistent(path, manifest)
+    if manifest.weights.format != "fp32":
+        raise UnsupportedError(
+            f"{path}: has weights in {manifest.weights.format}, and the suite knows fp32 only; leave --suite out, or check an fp32 "
+            "export of the same model and geometry, whose graphs differ in nothing but their products"
+        )
     limits = find_limits(path, manifest)
     saboteur = None if sabotage is None else _find_fit(sabotage, path, manifest, full)
     say: Progress = progress or (lambda stage, done, total: None)

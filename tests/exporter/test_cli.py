@@ -24,7 +24,7 @@ from sinkring.runtime.manifest import MANIFEST_NAME, Manifest, Policy, Role
 
 from tests.exporter.invoke_cli import invoke, spawn
 
-COMMANDS = ("export", "build", "run", "validate", "perplexity", "report", "inspect", "families", "doctor")
+COMMANDS = ("export", "build", "run", "validate", "perplexity", "compare-weights", "report", "inspect", "families", "doctor")
 
 
 def test_help_names_every_command_and_is_quick() -> None:

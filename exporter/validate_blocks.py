@@ -1,0 +1,86 @@
+"""Validation of a bundle whose weights are in blocks: what the graphs compute, what int8 inputs cost, how far the fp32 model is.
+
+1. The proof. The graphs run with their products in float32, everything else as it is in the file, against the oracle with the stored
+   weights, under the tolerance of float32: layout, blocks, caches, windows, sinks and positions are right.
+2. The file as it is, against the same oracle: what rounding the inputs of each product to int8 (accuracy level 4) costs.
+3. The same figures against the model's own weights: what a user pays in all. Reported, and not judged.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from sinkring.exporter.conformance.edited_copy import copy_bundle, edit_graph
+from sinkring.exporter.divergence import Divergence, Region, Span
+from sinkring.exporter.expected_logits import Expected
+from sinkring.exporter.stored_weights import put_exact_products
+from sinkring.exporter.verdict import MOST_MOVED, ROUNDED_KL, Run, Validation
+from sinkring.runtime.manifest import Manifest
+
+# (bundle, run, the logits to compare with) -> the run's figures.
+Compare = Callable[[Path, Run, Expected], Divergence]
+
+
+def validate_blocks(
+    bundle: str,
+    manifest: Manifest,
+    runs: tuple[Run, ...],
+    stored: Expected,
+    original: Expected,
+    judge: Callable[[str], Validation],
+    compare: Compare,
+) -> Validation:
+    """stored: by the oracle with the bundle's weights; original: with the model's. judge: the validation of a folder against `stored`."""
+    with tempfile.TemporaryDirectory(prefix="sinkring-") as scratch:
+        exact = Path(scratch) / "exact"
+        copy_bundle(Path(bundle), manifest, exact)
+        for path in sorted({graph.path for graph in manifest.graphs}):
+            edit_graph(exact, path, put_exact_products)
+        proof = judge(str(exact))
+    figures = []
+    for run in runs:
+        for title, expected in (("int8 inputs", stored), ("against the fp32 model", original)):
+            found = compare(Path(bundle), run, expected)
+            whole = Span("all", 0, len(expected.logits))
+            figures.append((title, found.region(f"{run.name}, {title}", whole, expected.margins, float("inf"))))
+    rows = tuple(region for _, region in figures)
+    judged = [region for title, region in figures if title == "int8 inputs"]
+    return dataclasses.replace(
+        proof,
+        bundle=bundle,
+        weights=manifest.weights.format,
+        quantized=rows,
+        failures=(*proof.failures, *_moved_too_far(manifest, stored.moved), *_rounded_too_far(judged)),
+        notes=(
+            *proof.notes,
+            "the tolerance is that of the products in float32; the rows with int8 inputs are the file as it runs, "
+            f"and pass with a mean KL of at most {ROUNDED_KL:g} nats",
+            f"the stored weights are off from the model's by {_percent(stored.moved)}; "
+            f"{len(manifest.weights.taken_over)} matrices are the source's own blocks",
+        ),
+    )
+
+
+def _percent(moved: dict[str, float]) -> str:
+    worst = max(moved, key=lambda name: moved[name], default=None)
+    return "nothing" if worst is None else f"{np.mean(list(moved.values())):.2%} on average, {moved[worst]:.2%} at most ({worst})"
+
+
+def _moved_too_far(manifest: Manifest, moved: dict[str, float]) -> list[str]:
+    lines, taken_over = [], set(manifest.weights.taken_over)
+    for name, distance in moved.items():
+        limit = MOST_MOVED["taken over" if name in taken_over else manifest.weights.format]
+        if not distance <= limit:
+            said = "the source's blocks taken over explain" if name in taken_over else f"rounding to {manifest.weights.format} explains"
+            lines.append(f"{name}: what is stored is {distance:.2g} of its norm off from the model's weight, more than {said} ({limit:g})")
+    return lines
+
+
+def _rounded_too_far(regions: list[Region]) -> list[str]:
+    return [
+        f"{row.run}: mean KL {row.kl_mean:.3g} nats from the oracle with the same weights, more than {ROUNDED_KL:g}"
+        for row in regions
+        if not row.kl_mean <= ROUNDED_KL
+    ]
