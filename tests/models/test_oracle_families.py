@@ -42,10 +42,10 @@ def off(left: Tensor, right: Tensor) -> float:
 
 @torch.no_grad()
 def untouched(name: str) -> Tensor:
-    """Falcon with ALiBi with `sdpa`: see alibi.py. Kyutai token by token, since its window is in transformers' cache alone."""
+    """Falcon with ALiBi with `sdpa`: see alibi.py. Kyutai and Moshi token by token: their window is in transformers' cache alone."""
     model = model_of(name)
     with attention_implementation(model, "sdpa" if name == "falcon-alibi" else "eager"):
-        if name != "kyutai_speech_to_text":
+        if name not in ("kyutai_speech_to_text", "moshi-sliding"):
             return run_on_ids(model, ids())
         past = DynamicCache(config=text_config(model))
         return torch.cat([run_on_ids(model, ids()[step : step + 1], cache=past) for step in range(TOKENS)])
