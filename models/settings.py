@@ -21,6 +21,16 @@ _OURS: dict[str, Callable[[Any, Any], bool]] = {
     "prefix_lm": lambda value, _: value is False,
     "layer_types": lambda value, _: all(kind in ("full_attention", "sliding_attention") for kind in value),
 }
+# Declared by the class of an architecture, and read by none of its code.
+_DECLARED_IN_VAIN: dict[str, dict[str, Callable[[Any, Any], bool]]] = {
+    "mpt": {
+        "logit_scale": lambda value, _: not value,
+        "no_bias": lambda value, _: value is True,
+        "embedding_fraction": lambda value, _: value == 1,
+        "norm_type": lambda value, _: value in ("layernorm", "low_precision_layernorm"),
+    },
+    "gpt_oss": {"hidden_act": lambda value, _: value == "silu"},
+}
 # Of fields that other architectures give a meaning to, where the class does not declare them.
 _UNDECLARED: dict[str, Callable[[Any, Any], bool]] = {
     "sliding_window": lambda value, _: not value,
@@ -49,6 +59,27 @@ _UNDECLARED: dict[str, Callable[[Any, Any], bool]] = {
     "tie_encoder_decoder": lambda value, _: value is False,
     "num_experts": lambda value, _: value <= 1,
     "num_local_experts": lambda value, _: value <= 1,
+    "experts_per_token": lambda value, config: value == config.num_experts_per_tok,
+    "use_mrope": lambda value, _: value is False,
+    "rotary": lambda value, _: value is True,
+    "position_embedding_type": lambda value, config: value == "rope" or (value == "rope_gptj" and _is_cohere(config)),
+    "initial_context_length": lambda value, config: value == rope_parameter_sets(config)[None].get("original_max_position_embeddings"),
+    "layer_switch": lambda value, config: _has_pattern(value, config),
+    "sliding_window_pattern": lambda value, config: _has_pattern(value, config),
+    "order_of_interleaved_layers": lambda value, config: value == "local_attn_first" and config.layer_types[0] == "sliding_attention",
+    "scale_attn_weights": lambda value, _: value is True,
+    "scale_attn_by_inverse_layer_idx": lambda value, _: value is False,
+    "apply_residual_connection_post_layernorm": lambda value, _: value is False,
+    "skip_bias_add_qkv": lambda value, _: value is False,
+    "use_parallel_block": lambda value, config: value is _is_cohere(config),
+    "use_gated_activation": lambda value, config: value is _is_cohere(config),
+    "use_embedding_sharing": lambda value, config: value is config.tie_word_embeddings,
+    "hidden_act": lambda value, config: value == config.hidden_activation,
+    # Published beside the one that counts: "gelu" for its own approximation.
+    "activation_function": lambda value, config: value == config.hidden_act or (value, config.hidden_act) == ("gelu", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": lambda value, config: value == getattr(config, "norm_epsilon", None),
+    "mlp_type": lambda value, _: value == "default",
+    "norm_type": lambda value, config: value == ("rms_norm" if hasattr(config, "rms_norm_eps") else "layer_norm"),
 }
 # Undeclared fields that say nothing about what the model computes. Where a name is None or starts with _ it is transformers' own.
 _WITHOUT_EFFECT = frozenset(
@@ -65,7 +96,8 @@ _WITHOUT_EFFECT = frozenset(
     length_penalty repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids early_stopping
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens chunk_size_feed_forward pruned_heads
     tf_legacy_loss use_bfloat16 task_specific_params gradient_checkpointing max_sequence_length model_max_length seq_length language
-    ignore_keys_at_rope_validation
+    ignore_keys_at_rope_validation cache_implementation offset_alibi skip_bias_add attention_softmax_in_fp32 masked_softmax_fusion
+    bias_dropout_fusion scale_attention_softmax_in_fp32 reorder_and_upcast_attn use_parallel_embedding init_config tokenizer_name verbose
     head_dim num_key_value_heads
     """.split()  # noqa: SIM905 - a paragraph of words, not a page of quotes. The last two are sizes: a wrong one fits no weight.
 )
@@ -84,7 +116,8 @@ def check_settings(config: Any, rope_types: tuple[str, ...], partial: bool) -> N
     for field, value in vars(config).items():
         if value is None or field.startswith("_"):
             continue
-        table = _OURS if field in known else {**_OURS, **_UNDECLARED}
+        declared = {**_OURS, **_DECLARED_IN_VAIN.get(config.model_type, {})}
+        table = declared if field in known else {**_OURS, **_UNDECLARED}
         neutral = table.get(field)
         if neutral is not None:
             if not _changes_nothing(neutral, value, config):
@@ -127,8 +160,19 @@ def _head_size(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
+def _is_cohere(config: Any) -> bool:
+    return str(config.model_type).startswith("cohere")
+
+
+def _has_pattern(every: int, config: Any) -> bool:
+    """Whether each `every`th layer, and no other, has full attention."""
+    return [(layer + 1) % every == 0 for layer in range(config.num_hidden_layers)] == [
+        kind == "full_attention" for kind in config.layer_types
+    ]
+
+
 def _changes_nothing(neutral: Callable[[Any, Any], bool], value: Any, config: Any) -> bool:
     try:
         return neutral(value, config)
-    except TypeError:  # a config.json may hold anything, and what is not understood is not neutral
+    except (TypeError, AttributeError):  # a config.json may hold anything, and what is not understood is not neutral
         return False
