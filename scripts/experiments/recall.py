@@ -1,9 +1,9 @@
 """What leaves the cache is forgotten: StreamingLLM's StreamEval (Figure 9, Table 7), in small.
 
-One stream of lines, each with a name, a code of four digits and a piece of ordinary text. After each line the stream is asked for the codes
-of lines further and further back; a question and its right answer are fed in one call, the answer counts if each of its digits was the
-likeliest token, and the stream is rolled back to where it was. How far back a code lies is counted in tokens, from the question's end to
-its first digit, as the window is: so it is known of each question whether its answer is still in the cache.
+One stream of lines, each with a name and a code of four digits and, if asked for, some ordinary text. After each line the stream is asked
+for the codes of lines further and further back; a question and its right answer are fed in one call, the answer counts if each of its
+digits was the likeliest token, and the stream is rolled back to where it was. How far back a code lies is counted in tokens, from the
+question's end to its first digit, as the window is: so it is known of each question whether its answer is still in the cache.
 """
 
 import argparse
@@ -62,8 +62,8 @@ LINE_TOKENS = 17  # of a line without its text, about
 def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--caches", type=int, nargs="+", default=[256, 512], help="tokens, S + W")
-    parser.add_argument("--lines", type=int, default=48, help="(%(default)s)")
-    parser.add_argument("--filler", type=int, default=40, help="tokens of ordinary text after each line (%(default)s)")
+    parser.add_argument("--lines", type=int, default=64, help="(%(default)s)")
+    parser.add_argument("--filler", type=int, default=0, help="tokens of ordinary text after each line (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of names and codes (%(default)s)")
     args = parser.parse_args()
     rows, edges = [], []
@@ -99,7 +99,8 @@ def ask(bundle: Path, cache: int, args: argparse.Namespace) -> list[tuple[int, b
             front, digits = codec.encode(line, add_bos=False), codec.encode(answer, add_bos=False)
             said.append((subject, code, stream.position + len(front)))
             between = filler[number * args.filler : (number + 1) * args.filler]
-            stream.feed(np.concatenate([front, digits, codec.encode(".\n", add_bos=False), between, codec.encode("\n", add_bos=False)]))
+            newline = codec.encode("\n", add_bos=False)[: len(between)]
+            stream.feed(np.concatenate([front, digits, codec.encode(".\n", add_bos=False), between, newline]))
             for back in steps[steps < len(said)]:
                 subject, code, first_digit = said[-1 - back]
                 question = codec.encode(f"Question: What is the code of {subject}? Answer: The code of {subject} is ", add_bos=False)
