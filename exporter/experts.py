@@ -22,14 +22,14 @@ def _chosen_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
     which = chosen.reshape(-1)
     each = hidden[:, None].expand(tokens, count, hidden.shape[-1]).reshape(tokens * count, 1, hidden.shape[-1])
     out = _experts(module, each, lambda weight: torch.index_select(weight, 0, which))  # [N*k,1,hidden]
-    return (out.reshape(tokens, count, -1) * weights[..., None]).sum(1)
+    return (out.reshape(tokens, count, -1) * weights[..., None]).sum(1).to(hidden.dtype)
 
 
 def _all_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
     out = _experts(module, hidden[None], lambda weight: weight)  # [E,N,hidden]
     picked = chosen[..., None] == torch.arange(module.num_experts)  # [N,k,E]
     share = (picked.to(weights.dtype) * weights[..., None]).sum(1)  # [N,E]
-    return (out * share.transpose(0, 1)[..., None]).sum(0)
+    return (out * share.transpose(0, 1)[..., None]).sum(0).to(hidden.dtype)
 
 
 def _experts(module: Any, x: Tensor, pick: Any) -> Tensor:

@@ -49,7 +49,7 @@ from sinkring.runtime.manifest import (
 
 TOKENIZER_NAME = "tokenizer.json"
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
-DTYPES = {"fp32": "float32"}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 CACHE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
 # File systems stop at 255; the folder that becomes the bundle is called `.NAME.01234567.part` until then.
 LONGEST_NAME_BYTES = 240
@@ -69,7 +69,7 @@ def export_decoder(
     batch: int = 1,
     slack: int = 0,
     dtype: str = "fp32",
-    cache_dtype: str = "fp32",
+    cache_dtype: str | None = None,
     weights: WeightFormat = "fp32",
     keep_fp32: Sequence[str] = (),
     targets: Iterable[str] | None = None,
@@ -82,7 +82,8 @@ def export_decoder(
     sinks (S, default 4), window (W, the current token included, default 256), chunk (longest prefill call), slack (tokens that can be
     rolled back): tokens. capacity: full attention instead of sinks and a window, policy "native": a linear cache that is full after so
     many tokens and from which any number can be rolled back.
-    batch (B): rows of the decode graph. dtype: of the arithmetic, "fp32". cache_dtype: what keys and values are stored as, "fp32" or
+    batch (B): rows of the decode graph. dtype: of the weights and of what flows between them, "fp32" or "fp16"; attention, norms, angles
+    and logits are float32 in any case. cache_dtype: what keys and values are stored as, by default `dtype`, "fp32" or
     "fp16", half the bytes at a rounding of 2**-12. targets: which runtimes get graphs, by default all that can run `weights`.
     weights: how matrices are stored, "fp32", "int8" or "int4" (blocks of 32; only ONNX Runtime runs them). keep_fp32: patterns (fnmatch)
     of the names of weights that stay float32, such as "model.layers.0.*".
@@ -95,7 +96,7 @@ def export_decoder(
     out = _check_out(out)
     say = progress or (lambda _: None)
     request = _check_numbers(policy, sinks, window, capacity, chunk, batch, slack, dtype)
-    cache_type = _check_cache_dtype(cache_dtype)
+    cache_type = _check_cache_dtype(cache_dtype, dtype)
     check_weight_format(weights, keep_fp32)
     chosen = _find_targets(targets, weights)
     check_replaceable(out, overwrite)
@@ -117,6 +118,8 @@ def export_decoder(
     stored = choose_weights(loaded, weights, keep_fp32)
     try:
         with new_bundle(out, overwrite) as part:
+            # Only now: what a layer was observed to ask, and its blocks, are those of the model as it was loaded.
+            _round_weights(loaded.model, DTYPES[dtype])
             plan = _plan(loaded, caches, cache_type, context, policy, batch, chunk)
             plan = dataclasses.replace(plan, weights=stored.described(weights))
             graphs: list[Graph] = []
@@ -176,10 +179,23 @@ def _check_numbers(
     return request
 
 
-def _check_cache_dtype(cache_dtype: str) -> torch.dtype:
+def _check_cache_dtype(cache_dtype: str | None, dtype: str) -> torch.dtype:
+    """A cache is as wide as the rows that are written to it, or narrower, or float32."""
+    if cache_dtype is None or cache_dtype == dtype:
+        return DTYPES[dtype]
     if not isinstance(cache_dtype, str) or cache_dtype not in CACHE_DTYPES:
         raise UnsupportedError(f"cache_dtype {cache_dtype!r} is not supported; use one of {', '.join(CACHE_DTYPES)}")
     return CACHE_DTYPES[cache_dtype]
+
+
+def _round_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """In place, one by one. Buffers stay: rotary frequencies in float16 would be another model's, the further off the older a stream is."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _check_capacity(policy: str, request: CacheRequest, capacity: int) -> None:
@@ -286,7 +302,7 @@ def _plan(
         policy=policy,
         batch=batch,
         chunk=chunk,
-        dtype="float32",
+        dtype=_name(loaded.model.dtype),
         position_limit=POSITION_LIMIT,
         rings=caches.rings,
         states=tuple(
@@ -295,7 +311,7 @@ def _plan(
                 updated=updated_name(name),
                 kind="ring" if caches.rings[ring].geometry.wraps else "linear",
                 shape=(batch, caches.layers[layer].kv_heads, caches.rings[ring].geometry.capacity, caches.layers[layer].head_size),
-                dtype=str(cache_type).removeprefix("torch."),
+                dtype=_name(cache_type),
                 batch_axis=0,
                 initial=0.0,
                 ring=ring,

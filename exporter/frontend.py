@@ -55,7 +55,7 @@ class _Step(torch.nn.Module):
                 use_cache=False,
                 logits_to_keep=0 if rows is None else rows,
             ).logits
-        return (logits, *call.updated_rings())
+        return (logits.float(), *call.updated_rings())
 
 
 class _Call:
@@ -89,15 +89,16 @@ class _Call:
         clamped = self.step.policy == "streaming" and geometry.sinks_tokens > 0 and (call.rope is not None or bool(self.step.slopes))
         shift = self._shift(call.rope, ring) if clamped and call.rope is not None else (None, None)
         inputs: list[Tensor | None] = [
-            call.query,
-            call.key,
-            call.value,
+            # Attention is float32 whatever the model is: scores and shares are sums of many products.
+            call.query.float(),
+            call.key.float(),
+            call.value.float(),
             self.rings[k],
             self.rings[v],
             self.position,
             self.write_index[ring],
         ]
-        inputs += [*shift, call.sink_logits]
+        inputs += [*shift, None if call.sink_logits is None else call.sink_logits.float()]
         while inputs[-1] is None:
             inputs.pop()
         attributes: dict[str, Any] = {
@@ -116,11 +117,11 @@ class _Call:
             f"{DOMAIN}::{OP_TYPE}",
             inputs,
             attributes,
-            dtypes=[call.query.dtype, self.rings[k].dtype, self.rings[v].dtype],
+            dtypes=[torch.float32, self.rings[k].dtype, self.rings[v].dtype],
             shapes=[call.query.shape, self.rings[k].shape, self.rings[v].shape],
             version=1,
         )
-        return attended
+        return attended.to(call.query.dtype)
 
     def updated_rings(self) -> tuple[Tensor, ...]:
         missing = [index // 2 for index, ring in enumerate(self.updated) if ring is None]
@@ -150,7 +151,7 @@ def trace_step(
     chunk: int,
     cache_dtype: torch.dtype = torch.float32,
 ) -> ir.Model:
-    """Trace one step of `model` (float32, on the CPU) with caches of `cache_dtype`.
+    """Trace one step of `model` (on the CPU, in its own dtype but for attention, angles and logits) with caches of `cache_dtype`.
 
     role "decode": T = 1, batch rows, all static; logits [B,1,V]. role "prefill": batch 1, T dynamic in 1 .. chunk, and an input `rows`
     int64 [N]: which of the T tokens' logits are wanted; logits [1,N,V].

@@ -201,5 +201,5 @@ class _Hooks:
         self._turned_by = self._made[id(cos)]
         rotated = 2 * cos.shape[-1]
         partial = 0 if rotated == x.shape[-1] else rotated
-        turned: Tensor = rotary_embedding(x, cos, sin, interleaved=self._family.interleaved, rotary_embedding_dim=partial)
-        return turned
+        turned: Tensor = rotary_embedding(x.float(), cos, sin, interleaved=self._family.interleaved, rotary_embedding_dim=partial)
+        return turned.to(x.dtype)

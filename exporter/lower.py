@@ -8,6 +8,7 @@ from onnxscript import optimizer
 from onnxscript.rewriter import RewritePass
 from onnxscript.rewriter.rules.fusion import _rms_normalization as rms
 from sinkring.exporter.passes.merge_projections import MergeProjections
+from sinkring.exporter.passes.norm_types import WidenFusedNorms
 from sinkring.exporter.passes.quantize_projections import QuantizeProjections
 from sinkring.exporter.passes.quantize_table import QuantizeTable
 from sinkring.exporter.passes.tied_head import TiedHeadToGemm
@@ -38,6 +39,7 @@ def simplify(model: ir.Model, blocks: Mapping[str, BlockMatrix] | None = None) -
     optimizer.optimize_ir(model, input_size_limit=FOLD_LIMIT_BYTES, output_size_limit=FOLD_LIMIT_BYTES)
     RewritePass(rms.rms_normalization_rules)(model)
     ir.passes.Sequential(
+        WidenFusedNorms(),
         common.CommonSubexpressionEliminationPass(),
         common.RemoveUnusedNodesPass(),
         common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),

@@ -58,7 +58,8 @@ class Export:
     window: int
     chunk: int
     batch: int = 1
-    cache_dtype: str = "fp32"
+    cache_dtype: str | None = None
+    dtype: str = "fp32"
 
 
 # The exporter rounds C up to a multiple of 8.
@@ -83,10 +84,12 @@ ROPE_EXPORTS = {
     "longrope short native": Export("longrope", "native", sinks=0, window=16, chunk=1),
     "longrope long streaming": Export("longrope", "streaming", sinks=2, window=20, chunk=3),
 }
-# float16 caches; the first two are EXPORTS' of the same names otherwise.
+# float16 caches, and float16 weights, too; each pair is EXPORTS' of the same names otherwise.
 HALF_EXPORTS = {
     "chunk 4 native, fp16": Export("plain", "native", sinks=3, window=7, chunk=4, cache_dtype="fp16"),
     "chunk 4 streaming, fp16": Export("plain", "streaming", sinks=3, window=7, chunk=4, cache_dtype="fp16"),
+    "chunk 4 native, all fp16": Export("plain", "native", sinks=3, window=7, chunk=4, dtype="fp16"),
+    "chunk 4 streaming, all fp16": Export("plain", "streaming", sinks=3, window=7, chunk=4, dtype="fp16"),
     "two rows, fp16": Export("plain", "streaming", sinks=2, window=4, chunk=3, batch=2, cache_dtype="fp16"),
 }
 SINGLE_ROW = tuple(name for name, export in EXPORTS.items() if export.batch == 1)
@@ -154,7 +157,16 @@ def export_tiny(name: str, folder: Path) -> TinyBundle:
         window=export.window,
         chunk=export.chunk,
         batch=export.batch,
+        dtype=export.dtype,
         cache_dtype=export.cache_dtype,
         targets=TARGETS,
     )
+    if export.dtype == "fp16":
+        round_to_half(model)
     return TinyBundle(folder / "bundle", export, model, manifest.rings[0].geometry)
+
+
+def round_to_half(model: Any) -> None:
+    """The weights that a float16 graph has, in a model that computes in float32."""
+    for weight in model.parameters():
+        weight.data = weight.data.half().float()
