@@ -148,6 +148,8 @@ PACKAGES: tuple[Wanted, ...] = (
     Wanted("jinja2", "jinja2", "chat templates"),
     Wanted("psutil", "psutil", "measuring resident memory"),
     Wanted("rich", "rich", "tables and progress bars"),
+    Wanted("matplotlib", "matplotlib", "plots of perplexity and of long runs"),
+    Wanted("prometheus-client", "prometheus_client", "the metrics page of `sinkring run --metrics-port`"),
     Wanted("typer", "typer", "the command line"),
 )
 

@@ -75,9 +75,9 @@ def test_a_ring_of_senseless_size(tiny_model: Path, out: Path, name: str) -> Non
     [
         ({"policy": "sliding"}, InputError, "policy 'sliding' is not known; use one of native, streaming"),
         ({"policy": None}, InputError, "policy None"),
-        ({"dtype": "fp16"}, UnsupportedError, "dtype 'fp16' is not supported; use one of fp32"),
+        ({"dtype": "bf16"}, UnsupportedError, "dtype 'bf16' is not supported; use one of fp32, fp16"),
         ({"cache_dtype": "bf16"}, UnsupportedError, "cache_dtype 'bf16' is not supported; use one of fp32, fp16"),
-        ({"cache_dtype": None}, UnsupportedError, "cache_dtype None is not supported"),
+        ({"cache_dtype": 16}, UnsupportedError, "cache_dtype 16 is not supported"),
         ({"dtype": ["fp32"]}, UnsupportedError, r"dtype \['fp32'\] is not supported; use one of fp32"),
         (
             {"targets": ["onnxruntime", "jetson"]},
