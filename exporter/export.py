@@ -1,6 +1,7 @@
 """export_decoder: a trained decoder -> a bundle folder."""
 
 import dataclasses
+import gc
 import json
 import os
 import platform
@@ -122,6 +123,7 @@ def export_decoder(
             _round_weights(loaded.model, DTYPES[dtype])
             plan = _plan(loaded, caches, cache_type, context, policy, batch, chunk)
             plan = dataclasses.replace(plan, weights=stored.described(weights))
+            tokenizer = _write_tokenizer(part, loaded)
             graphs: list[Graph] = []
             roles: tuple[Role, ...] = ("decode", "prefill")
             with WeightsFile(part / WEIGHTS_NAME) as weights_file:
@@ -135,7 +137,10 @@ def export_decoder(
                         part, weights_file, simplify(traced, stored.by_initializer(loaded.model)), role, tokens, chosen, plan
                     )
             say("writing the manifest")
-            manifest = _complete(part, plan, loaded, graphs)
+            # What comes now reads the written weights: the model's own would be a second copy in memory. Its modules refer to each other.
+            del loaded, traced, stored
+            gc.collect()
+            manifest = _complete(part, plan, tokenizer, graphs)
             replace_text(part / MANIFEST_NAME, manifest.to_json())
             check_everything_used(part, manifest, say)
     except OSError as error:
@@ -328,9 +333,8 @@ def _plan(
     )
 
 
-def _complete(part: Path, plan: Manifest, loaded: LoadedModel, graphs: list[Graph]) -> Manifest:
+def _complete(part: Path, plan: Manifest, tokenizer: Tokenizer | None, graphs: list[Graph]) -> Manifest:
     """`plan` with what was written to `part`."""
-    tokenizer = _write_tokenizer(part, loaded)
     paths = sorted(path.relative_to(part).as_posix() for path in part.rglob("*") if path.is_file())
     return dataclasses.replace(
         plan,

@@ -121,6 +121,8 @@ def _implementation(config: Any, hooks: "_Hooks") -> Iterator[None]:
         yield
     finally:
         config._attn_implementation, config._experts_implementation = before
+        # Through the hooks the registry would keep the whole model alive.
+        del type(ALL_ATTENTION_FUNCTIONS)._global_mapping[ATTENTION]
 
 
 class _Hooks:

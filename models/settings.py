@@ -98,6 +98,7 @@ _WITHOUT_EFFECT = frozenset(
     tf_legacy_loss use_bfloat16 task_specific_params gradient_checkpointing max_sequence_length model_max_length seq_length language
     ignore_keys_at_rope_validation cache_implementation offset_alibi skip_bias_add attention_softmax_in_fp32 masked_softmax_fusion
     bias_dropout_fusion scale_attention_softmax_in_fp32 reorder_and_upcast_attn use_parallel_embedding init_config tokenizer_name verbose
+    base_model_tp_plan base_model_pp_plan base_model_ep_plan
     head_dim num_key_value_heads
     """.split()  # noqa: SIM905 - a paragraph of words, not a page of quotes. The last two are sizes: a wrong one fits no weight.
 )

@@ -1,5 +1,7 @@
 """The front end alone: a traced step graph, run with the node's reference, is the model; the model itself is left as it was."""
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,15 @@ def ring_nodes(model: ir.Model) -> list[ir.Node]:
 
 def shapes(values: Any) -> dict[str, tuple[Any, ...]]:
     return {value.name: tuple(size if isinstance(size, int) else "any" for size in value.shape) for value in values}
+
+
+def test_a_model_that_was_hooked_is_freed_with_its_last_user() -> None:
+    model = tiny_llama()
+    observe_layers(model, find_family(model.config), 256)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("policy", ["native", "streaming"])
