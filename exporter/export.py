@@ -137,7 +137,7 @@ def export_decoder(
                         part, weights_file, simplify(traced, stored.by_initializer(loaded.model)), role, tokens, chosen, plan
                     )
             say("writing the manifest")
-            # What comes now reads the written weights: the model's own would be a second copy in memory. Its modules refer to each other.
+            # What comes now reads the written weights: the model's own would be a second copy in memory.
             del loaded, traced, stored
             gc.collect()
             manifest = _complete(part, plan, tokenizer, graphs)
