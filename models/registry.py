@@ -16,6 +16,10 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 Windows = Literal["no", "some layers", "some layers, if set", "all layers", "all layers, if set"]
 
+# A decode step's attention in the plan of TensorRT-RTX, as docs/results/plan-families.json has it: each cache in place, none copied.
+FUSED = "one fused kernel a layer"
+BY_HEAD = "two products a layer, read in place"
+
 
 @dataclass(frozen=True)
 class Family:
@@ -26,7 +30,7 @@ class Family:
 
     name: `model_type` of the configuration. examples: checkpoints that a user knows. special: what sets it apart from Llama.
     windows: which layers have a trained sliding window, of the configuration's size; "if set": where it has one.
-    plan: a decode step's attention in the plan of TensorRT-RTX, where it was built.
+    plan: a decode step's attention in the plan of TensorRT-RTX.
     layers, attention: attribute path of the list of layers, from the causal LM, and name of a layer's attention.
     rotary: attribute path of the module that makes cos and sin; None for a model that turns nothing.
     frequencies: of a rotary module that keeps none, float32 [R/2] in radians per token.
@@ -44,7 +48,7 @@ class Family:
     examples: str
     special: str = ""
     windows: Windows = "no"
-    plan: str = ""
+    plan: str = FUSED
     rope_types: tuple[str, ...] = ROPE_TYPES
     layers: str = "model.layers"
     attention: str = "self_attn"

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 from sinkring.exporter.family_table import HEADINGS, REFUSED_HEADINGS, list_families, list_refused, markdown_table
 from sinkring.models.refused import REFUSED
-from sinkring.models.registry import families
+from sinkring.models.registry import FUSED, families
 
 from tests.exporter.invoke_cli import invoke
 from tests.models.tiny_families import TINY_FAMILIES, TinyFamily
 
-README = Path(__file__).parents[2] / "README.md"
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PLANS = ROOT / "docs" / "results" / "plan-families.json"
 
 
 def test_readme_has_the_same_tables() -> None:
@@ -50,6 +52,18 @@ def test_what_is_special_is_said(row: TinyFamily) -> None:
         assert family.windows.startswith("all layers")
     elif any(row.sliding):
         assert family.windows.startswith("some layers")
+
+
+def test_plans_are_those_that_were_built() -> None:
+    engines = json.loads(PLANS.read_text(encoding="utf-8"))["engines"]
+    assert {engine["row"] for engine in engines} == {row.name for row in TINY_FAMILIES if _is_exported(row)}
+    for engine in engines:
+        done, caches = engine["in_place"].split("/")
+        assert (engine["fault"], done) == ("", caches), engine
+        if engine["role"] == "decode":
+            assert engine["copies"] == 0, engine
+            fused = families()[engine["row"].partition("-")[0]].plan == FUSED
+            assert fused == engine["attention"].startswith("_gemv_mha"), engine
 
 
 def _is_exported(row: TinyFamily) -> bool:
