@@ -118,7 +118,9 @@ def main() -> int:
 def plan_family(row: TinyFamily, folder: Path) -> list[Planned]:
     """Export a row with its heads and build both graphs."""
     heads = HEADS.get(row.name, LIKE_LLAMA)
-    tiny_model(row, **wide(row, *heads)).save_pretrained(folder / "model")
+    # As wide as this, weights like those of the narrow models make scores so large that a softmax sees one key alone.
+    std = 0.3 * (32 / (heads[0] * heads[2])) ** 0.5
+    tiny_model(row, std=std, **wide(row, *heads)).save_pretrained(folder / "model")
     options: dict[str, Any] = {"sinks": SINKS, "window": WINDOW} if row.has_full_layers else {}
     manifest = export_decoder(folder / "model", folder / "bundle", chunk=CHUNK, targets=["tensorrt-rtx"], **options)
     return [_build(row, heads, folder / "bundle", manifest, role) for role in ("decode", "prefill")]
