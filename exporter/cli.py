@@ -1,4 +1,4 @@
-"""`sinkring`: the entry point. Light, so that it can say what is missing; the commands are declared in `cli_commands`."""
+"""`sinkring`: the entry point. Light, so that it can say what is missing; the commands are declared in `cli_commands` and `cli_figures`."""
 
 import io
 import os
@@ -25,7 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="replace")
     try:
         with one_line_faults():
-            from sinkring.exporter.cli_commands import app
+            from sinkring.exporter import cli_commands, cli_figures  # noqa: F401 - declare their commands
+            from sinkring.exporter.cli_app import app
 
             app(arguments, prog_name="sinkring")
     except SystemExit as end:

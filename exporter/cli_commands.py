@@ -7,34 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from sinkring.exporter.cli_faults import needs_extra, one_line_faults
+from sinkring.exporter.cli_app import VALIDATION_FAILED, BundleArgument, JsonOption, app
+from sinkring.exporter.cli_faults import needs_extra
 from sinkring.exporter.cli_output import print_facts, print_json, print_table, progress_bars, stage_status
-from typer.core import TyperGroup
-
-VALIDATION_FAILED = 1
-
-
-class _Commands(TyperGroup):
-    def invoke(self, ctx: Any) -> Any:
-        # Inside typer's own handling, which knows other exit statuses for Ctrl-C and a closed pipe.
-        with one_line_faults():
-            return super().invoke(ctx)
-
-
-app = typer.Typer(
-    name="sinkring",
-    cls=_Commands,
-    help="Run a trained decoder for ever in fixed memory: export it, build engines, run it, prove it.",
-    no_args_is_help=True,
-    add_completion=False,
-    # Plain help and plain errors: rich takes as long to load as all the rest.
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-BundleArgument = Annotated[Path, typer.Argument(metavar="BUNDLE", help="Folder made by `sinkring export`.", show_default=False)]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
 
 
 @app.command("export")
@@ -264,111 +239,6 @@ def validate_command(
         print_conformance(found)
     if not found.passed:
         raise typer.Exit(VALIDATION_FAILED)
-
-
-@app.command("perplexity")
-def perplexity_command(
-    source: Annotated[str, typer.Argument(metavar="BUNDLE|MODEL", help="A bundle, or a model as `export` takes it.")],
-    text: Annotated[str, typer.Option(metavar="FILE", help="UTF-8 text, or by name: topics, kjv.", show_default=False)],
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="dense, window, recompute, streaming, native or oracle; may be given again. Default: the first five.", show_default=False
-        ),
-    ] = None,
-    sinks: Annotated[int | None, typer.Option(help="Of a model. Default: 4.", show_default=False)] = None,
-    window: Annotated[int | None, typer.Option(help="Of a model. Default: 256.", show_default=False)] = None,
-    starts: Annotated[int, typer.Option(help="Pieces of the text, evenly spread.")] = 8,
-    tokens: Annotated[int, typer.Option(help="Tokens of each piece.")] = 1280,
-    recompute_every: Annotated[int, typer.Option(help="Policy recompute scores one token in so many.")] = 64,
-    bundles: Annotated[str, typer.Option(metavar="FOLDER", help="Where other configurations are exported to.")] = "bundles/perplexity",
-    out: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Write the curve there: perplexity.csv and perplexity.png.", show_default=False)
-    ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: all cores.", show_default=False)] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Compare ways of keeping a long text's past by how well the model predicts it: all, a window, sinks and a window."""
-    with needs_extra("export", "perplexity"):
-        from sinkring.exporter.perplexity import measure_perplexity
-        from sinkring.exporter.perplexity_policies import POLICIES
-    from sinkring.exporter.cli_perplexity import print_perplexity
-    from sinkring.exporter.perplexity_files import write_curves
-
-    with progress_bars() as progress:
-        found = measure_perplexity(
-            source,
-            text,
-            policies=policy or POLICIES,
-            sinks=sinks,
-            window=window,
-            starts=starts,
-            tokens=tokens,
-            recompute_every=recompute_every,
-            bundles=bundles,
-            threads=threads,
-            progress=progress,
-        )
-    files = [str(path) for path in write_curves(found, Path(out))] if out else []
-    if as_json:
-        print_json({**found.to_dict(), "files": files})
-    else:
-        print_perplexity(found)
-        for path in files:
-            print(path)
-
-
-@app.command("report")
-def report_command(
-    bundle: BundleArgument,
-    out: Annotated[str, typer.Option(metavar="FILE", help="The HTML file to write.")] = "report.html",
-    steps: Annotated[int, typer.Option(help="Tokens to compare with eager PyTorch; 0: none.")] = 700,
-    text: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Measure the perplexity on it: UTF-8, or topics, kjv. Default: do not.", show_default=False),
-    ] = None,
-    bundles: Annotated[str, typer.Option(metavar="FOLDER", help="Where the perplexity's configurations go.")] = "bundles/perplexity",
-    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: all cores.", show_default=False)] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Write a page about a bundle: its ring drawn, parity, speed, memory, perplexity, engine plans."""
-    with needs_extra("export", "report"):
-        from sinkring.exporter.report.write import write_report
-
-    with progress_bars() as progress:
-        facts = write_report(bundle, out, steps=steps, text=text, bundles=bundles, threads=threads, progress=progress)
-    passed = facts.validation.passed if facts.validation else None
-    if as_json:
-        print_json(
-            {"report": out, "passed": passed, "tokens_per_second": 1e3 / facts.speed.median_ms, "cache_bytes": facts.speed.cache_bytes}
-        )
-    else:
-        print(out)
-    if passed is False:
-        raise typer.Exit(VALIDATION_FAILED)
-
-
-@app.command("compare-weights")
-def compare_weights_command(
-    bundle: BundleArgument,
-    against: Annotated[
-        str, typer.Option(metavar="BUNDLE", help="The reference: the same model and caches, as a rule fp32.", show_default=False)
-    ],
-    tokens: Annotated[int, typer.Option(help="Tokens of text to score.")] = 2048,
-    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: all cores.", show_default=False)] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Show what weights of 4 or 8 bits cost: perplexity, KL and top-1 agreement on real text, next to the bytes."""
-    with needs_extra("export", "compare-weights"):
-        from sinkring.exporter.compare_weights import compare_weights
-    from sinkring.exporter.cli_weights import print_weight_comparison
-
-    with progress_bars() as progress:
-        found = compare_weights(bundle, against, tokens=tokens, threads=threads, progress=progress)
-    if as_json:
-        print_json(found.to_dict())
-    else:
-        print_weight_comparison(found)
 
 
 @app.command("inspect")

@@ -1,7 +1,6 @@
 """One stream: a row of a decoder with its own position, history and sampler."""
 
 import dataclasses
-import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,14 +12,13 @@ from sinkring.runtime.errors import CapacityError, InputError, NumericalError
 from sinkring.runtime.metrics import Recorder, counts_refusals, numerical_fault
 from sinkring.runtime.sampling import Sampler, SamplingOptions
 from sinkring.runtime.snapshot import LOGITS, write_snapshot
+from sinkring.runtime.token_ids import Ids, check_ids, check_stop_ids
 
 if TYPE_CHECKING:
     from sinkring.runtime.decoder import Decoder
 
 # What is left of the history after the furthest rollback: enough for any repetition window that makes sense.
 HISTORY_TOKENS = 1024
-
-Ids = Sequence[int] | NDArray[np.integer]
 
 
 class Stream:
@@ -360,39 +358,13 @@ class Stream:
             self._sampler.observe(token)
 
     def _checked(self, ids: Ids, call: str = "feed") -> NDArray[np.int64]:
-        try:
-            array = np.asarray(ids)
-        except (ValueError, TypeError) as error:  # rows of different lengths, or no numbers at all
-            raise InputError(
-                f"{call}: got {type(ids).__name__} that is no list of ids ({error}); give token ids in one dimension"
-            ) from None
-        if isinstance(ids, str | bytes):
-            raise InputError(f"feed: got {type(ids).__name__}, expected token ids; encode the text first, with TextCodec.encode")
-        if array.ndim != 1 or not array.size:
-            raise InputError(f"{call}: got ids of shape {array.shape}, expected at least one token id in one dimension")
-        # numpy keeps integers beyond 64 bits as objects: those are refused below, as outside the vocabulary.
-        if not np.issubdtype(array.dtype, np.integer) and not all(type(token) is int for token in array.tolist()):
-            raise InputError(f"{call}: got ids of dtype {array.dtype}, expected integers")
-        vocab = len(self._logits)
-        wrong = np.flatnonzero((array < 0) | (array >= vocab))
-        if wrong.size:
-            raise InputError(
-                f"{call}: ids[{wrong[0]}] is {array[wrong[0]]}, outside the vocabulary [0, {vocab}): use this bundle's tokenizer"
-            )
-        return array.astype(np.int64)
+        return check_ids(ids, len(self._logits), call)
 
     def _checked_stops(self, stop_ids: Iterable[int] | None) -> frozenset[int]:
         tokenizer = self._decoder.manifest.tokenizer
         if stop_ids is None:
             return frozenset(tokenizer.stop_ids if tokenizer else ())
-        try:
-            stops = frozenset(operator.index(token) for token in stop_ids)
-        except TypeError:
-            raise InputError(f"stop_ids={stop_ids!r}: must be a list of token ids, () to never stop") from None
-        vocab = len(self._logits)
-        if wrong := sorted(token for token in stops if not 0 <= token < vocab):
-            raise InputError(f"stop_ids: {wrong[0]} is outside the vocabulary [0, {vocab}): was it made by this bundle's tokenizer?")
-        return stops
+        return check_stop_ids(stop_ids, len(self._logits))
 
     def _watch(self, logits: NDArray[np.float32]) -> None:
         """Stop the stream if its latest logits are no numbers to go on with."""

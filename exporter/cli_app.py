@@ -1,0 +1,33 @@
+"""The command line's application, and what all its commands share."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from sinkring.exporter.cli_faults import one_line_faults
+from typer.core import TyperGroup
+
+VALIDATION_FAILED = 1
+
+
+class _Commands(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        # Inside typer's own handling, which knows other exit statuses for Ctrl-C and a closed pipe.
+        with one_line_faults():
+            return super().invoke(ctx)
+
+
+app = typer.Typer(
+    name="sinkring",
+    cls=_Commands,
+    help="Run a trained decoder for ever in fixed memory: export it, build engines, run it, prove it.",
+    no_args_is_help=True,
+    add_completion=False,
+    # Plain help and plain errors: rich takes as long to load as all the rest.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+BundleArgument = Annotated[Path, typer.Argument(metavar="BUNDLE", help="Folder made by `sinkring export`.", show_default=False)]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]
