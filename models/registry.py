@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any, Literal
 
 from sinkring.models.errors import UnsupportedModel
@@ -29,6 +30,7 @@ class Family:
     attention functions; what they hand over there (scale, window, softcap, learned sinks) is read from the call and not said here.
 
     name: `model_type` of the configuration. examples: checkpoints that a user knows. special: what sets it apart from Llama.
+    since: the transformers whose code of it is the one that is known here, where that is not the oldest supported.
     windows: which layers have a trained sliding window, of the configuration's size; "if set": where it has one.
     plan: a decode step's attention in the plan of TensorRT-RTX.
     layers, attention: attribute path of the list of layers, from the causal LM, and name of a layer's attention.
@@ -47,6 +49,7 @@ class Family:
     name: str
     examples: str
     special: str = ""
+    since: str = ""
     windows: Windows = "no"
     plan: str = FUSED
     rope_types: tuple[str, ...] = ROPE_TYPES
@@ -78,8 +81,21 @@ def find_family(config: Any) -> Family:
     if family is None:
         refuse_by_name(config.model_type)
         raise UnsupportedModel(f"architecture {config.model_type!r} is not supported; supported: {', '.join(families())}")
+    if not supported_here(family):
+        raise UnsupportedModel(
+            f"architecture {config.model_type!r} needs transformers >= {family.since}, here is {version('transformers')}: install that one"
+        )
     check_settings(config, family.rope_types if family.rotary else (), family.partial)
     return family
+
+
+def supported_here(family: Family) -> bool:
+    """Whether the installed transformers is new enough for it."""
+    return not family.since or _numbers(version("transformers")) >= _numbers(family.since)
+
+
+def _numbers(said: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in said.split(".")[:2])
 
 
 def context_tokens(config: Any, family: Family) -> int:

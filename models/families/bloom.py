@@ -26,6 +26,7 @@ BLOOM = Family(
     name="bloom",
     examples="BLOOM, BLOOMZ",
     special="ALiBi",
+    since="5.24",  # before, its slopes are made within another function
     layers="transformer.h",
     attention="self_attention",
     rotary=None,

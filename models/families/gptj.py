@@ -17,6 +17,7 @@ GPTJ = Family(
     name="gptj",
     examples="GPT-J 6B",
     special="partial, interleaved rotary, parallel residual",
+    since="5.24",  # before, its model has no rotary module
     layers="transformer.h",
     attention="attn",
     rotary="transformer.rotary_emb",

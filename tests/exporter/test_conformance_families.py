@@ -23,6 +23,7 @@ BUNDLES: dict[str, tuple[str, dict[str, Any]]] = {
     "learned sinks": ("gpt_oss", {"policy": "streaming", **SINKS}),
     "sliding": ("starcoder2", {"policy": "native"}),
     "no positions": ("smollm3", {"policy": "streaming", **SINKS}),
+    "partial": ("stablelm", {"policy": "streaming", **SINKS}),
     "interleaved": ("gptj", {"policy": "native", **SINKS}),
 }
 # Why an invariant is not of a bundle; the other policy's never is.

@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
+from sinkring.models import registry
 from sinkring.models.errors import UnsupportedModel
 from sinkring.models.registry import find_family
-from transformers import LlamaConfig
+from transformers import BloomConfig, LlamaConfig
 
 HEAD_SIZE = 16
 MEANS_SOMETHING: list[tuple[str, Any]] = [
@@ -59,3 +60,13 @@ def test_a_setting_that_would_be_passed_over_is_refused_by_name(field: str, valu
 @pytest.mark.parametrize(("field", "value"), CHANGES_NOTHING)
 def test_one_that_changes_nothing_is_taken(field: str, value: Any) -> None:
     assert find_family(config(field, value)).name == "llama"
+
+
+@pytest.mark.parametrize(("here", "refused"), [("5.20.2", True), ("5.23.0", True), ("5.24.0", False), ("5.100.0", False)])
+def test_a_family_of_a_newer_transformers_is_refused_with_both_versions(here: str, refused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "version", lambda _: here)
+    if not refused:
+        assert find_family(BloomConfig()).name == "bloom"
+        return
+    with pytest.raises(UnsupportedModel, match=rf"'bloom' needs transformers >= 5\.24, here is {here}"):
+        find_family(BloomConfig())

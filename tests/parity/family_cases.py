@@ -14,6 +14,7 @@ import torch
 from sinkring.exporter.export import export_decoder
 from sinkring.models.oracle import masked_dense_logits, streaming_logits
 from sinkring.models.refused import REFUSED
+from sinkring.models.registry import families, supported_here
 from sinkring.runtime.decoder import Decoder, open_bundle
 from sinkring.runtime.manifest import Policy
 
@@ -70,8 +71,8 @@ class FamilyCase:
 
 
 def cases(*kinds: str) -> list[FamilyCase]:
-    """The cases of those kinds, of every row to which they apply; some rows are for the oracle alone."""
-    rows = [row for row in TINY_FAMILIES if row.name not in REFUSED]
+    """The cases of those kinds, of every row to which they apply; some rows are for the oracle alone, some not for an old transformers."""
+    rows = [row for row in TINY_FAMILIES if row.name not in REFUSED and supported_here(families()[row.name.split("-")[0]])]
     return [FamilyCase(row.name, kind) for row in rows for kind in kinds if row.has_full_layers == (kind != "trained")]
 
 
