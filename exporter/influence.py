@@ -28,6 +28,10 @@ _PATTERN = np.random.default_rng(10).standard_normal(1021).astype(np.float32)
 _BLOCK = 1 << 20
 
 
+# Products and look-ups of weights in blocks.
+BLOCK_OPERATORS = ("MatMulNBits", "GatherBlockQuantized")
+
+
 @dataclass(frozen=True)
 class Part:
     """Columns start .. stop-1 of a weight's last axis, which a Split behind it makes a weight of its own; all of them where none does."""
@@ -47,6 +51,8 @@ class ProbedGraph:
     """One graph of the bundle in `folder`, its inputs (`feeds`, which a caller may change between runs) and its weights at hand.
 
     logits are those of the first row's last token. parts: of all weights, in the order in which the graph reads them. vocab: V.
+    Of matrices in blocks it is one of each kind: a product whose scales may change runs many times slower, so those have a session of their
+    own.
     """
 
     def __init__(self, folder: Path, path: str, feeds: dict[str, NDArray[Any]], vocab: int) -> None:
@@ -55,17 +61,42 @@ class ProbedGraph:
         self._weights = {tensor.name: tensor for tensor in model.graph.initializer if _is_weight(tensor)}
         first_reader = {name: index for index, node in reversed(list(enumerate(model.graph.node))) for name in node.input}
         in_order = sorted(self._weights, key=lambda name: first_reader.get(name, -1))
-        self.parts = [part for name in in_order for part in _parts(model, self._weights[name])]
-        for tensor in self._weights.values():
-            model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
-        self._session = _session(model, folder)
+        parts = [part for name in in_order for part in _parts(model, self._weights[name])]
+        of_blocks = {name for node in model.graph.node if node.op_type in BLOCK_OPERATORS for name in node.input}
+        in_blocks = {part.kind: part for part in parts if part.weight in of_blocks}.values()
+        self.parts = [part for part in parts if part.weight not in of_blocks or part in in_blocks]
+        self._blocks = {part.weight for part in in_blocks}
+        self._model = model
+        self._session = self._open(set(self._weights) - of_blocks)
+        self._right: dict[tuple[bool, int], NDArray[np.float32]] = {}
 
     def logits(self, changed: dict[str, NDArray[Any]], attempt: int) -> NDArray[np.float32]:
         """float32 [V]. In the first attempt after the tokens of the feeds, in others after different ones."""
+        return self._logits(changed, attempt, self._touches_blocks(changed))
+
+    def _logits(self, changed: dict[str, NDArray[Any]], attempt: int, blocks: bool) -> NDArray[np.float32]:
         tokens = (self.feeds["tokens"] + attempt * 7) % self._vocab
-        (out,) = self._session.run(["logits"], {**self.feeds, **changed, "tokens": tokens})
+        session = self._block_session if blocks else self._session
+        (out,) = session.run(["logits"], {**self.feeds, **changed, "tokens": tokens})
         found: NDArray[np.float32] = out[0, -1]
         return found
+
+    def _touches_blocks(self, changed: dict[str, NDArray[Any]]) -> bool:
+        return not self._blocks.isdisjoint(changed)
+
+    @cached_property
+    def _block_session(self) -> ort.InferenceSession:
+        return self._open(self._blocks)
+
+    def _open(self, weights: set[str]) -> ort.InferenceSession:
+        """A session of the graph in which these weights are inputs, too, with their own numbers unless others are given."""
+        model = onnx.ModelProto()
+        model.CopyFrom(self._model)
+        for name in sorted(weights):
+            tensor = self._weights[name]
+            model.graph.input.append(helper.make_tensor_value_info(name, tensor.data_type, list(tensor.dims)))
+        # What is packed when a session opens holds the scales of that moment, whatever a run is given.
+        return _session(model, self._folder, prepacked=self._blocks.isdisjoint(weights) and bool(self._blocks))
 
     def outputs(self, names: Sequence[str]) -> list[NDArray[Any]]:
         """Of one run with the feeds as they are."""
@@ -77,14 +108,14 @@ class ProbedGraph:
 
         Infinite where a logit is not finite.
         """
+        # The two sessions round differently: each is held to itself.
+        blocks = self._touches_blocks(changed)
         for attempt in range(ATTEMPTS):
-            if effect := largest_difference(self.logits(changed, attempt), self._right[attempt]):
+            if (blocks, attempt) not in self._right:
+                self._right[blocks, attempt] = self._logits({}, attempt, blocks)
+            if effect := largest_difference(self.logits(changed, attempt), self._right[blocks, attempt]):
                 return effect
         return 0.0
-
-    @cached_property
-    def _right(self) -> list[NDArray[np.float32]]:
-        return [self.logits({}, attempt) for attempt in range(ATTEMPTS)]
 
     def changed_weight(self, part: Part) -> dict[str, NDArray[Any]]:
         array = np.array(self._read(self._weights[part.weight]))
@@ -156,10 +187,11 @@ def _model_s_name(initializer: str) -> str:
     return initializer.removeprefix("model.").removesuffix(".transposed")
 
 
-def _session(model: onnx.ModelProto, folder: Path) -> ort.InferenceSession:
+def _session(model: onnx.ModelProto, folder: Path, prepacked: bool) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 3
     # The model is given as bytes, so that its copy with more inputs is nowhere on disk; its weights lie where they did.
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-    options.add_session_config_entry("session.disable_prepacking", "1")
+    if not prepacked:
+        options.add_session_config_entry("session.disable_prepacking", "1")
     return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
