@@ -23,7 +23,7 @@ BUNDLES: dict[str, tuple[str, dict[str, Any]]] = {
     "learned sinks": ("gpt_oss", {"policy": "streaming", **SINKS}),
     "sliding": ("starcoder2", {"policy": "native"}),
     "no positions": ("smollm3", {"policy": "streaming", **SINKS}),
-    "partial": ("stablelm", {"policy": "streaming", **SINKS}),
+    "partial, fp16 caches": ("stablelm", {"policy": "streaming", "cache_dtype": "fp16", **SINKS}),
     "interleaved": ("gptj", {"policy": "native", **SINKS}),
 }
 # Why an invariant is not of a bundle; the other policy's never is.

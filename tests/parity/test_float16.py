@@ -16,14 +16,14 @@ from sinkring.runtime.errors import BundleError
 from tests.models.tiny_families import tiny_model
 from tests.parity.ageing import continue_at_age, shift_towards
 from tests.parity.closeness import FLOAT16, FLOAT16_CACHES, FLOAT32, assert_loudly_wrong, assert_parity
-from tests.parity.tiny_bundles import HALF_EXPORTS, TARGETS, TinyBundle, feed_in_cuts, round_to_half, text
+from tests.parity.tiny_bundles import HALF_EXPORTS, HALF_ROPE_EXPORTS, TARGETS, TinyBundle, feed_in_cuts, round_to_half, text
 
 Bundles = Callable[[str], TinyBundle]
 ONE_ROW = [name for name, export in HALF_EXPORTS.items() if export.batch == 1]
 
 
 def tolerance(name: str) -> float:
-    return FLOAT16 if HALF_EXPORTS[name].dtype == "fp16" else FLOAT16_CACHES
+    return FLOAT16 if name.endswith("all fp16") else FLOAT16_CACHES
 
 
 every_target = pytest.mark.parametrize("target", TARGETS)
@@ -68,6 +68,18 @@ def test_age_does_not_matter(parity_bundle: Bundles, name: str, target: str, age
     old = continue_at_age(bundle, bundle.decoder(target), ids, young, tokens)
     # Ageing rounds the keys a second time.
     assert_parity(old, bundle.oracle(ids)[young:], 2 * tolerance(name), f"{name}, {target}, at position {young + tokens}")
+
+
+@pytest.mark.parametrize("name", HALF_ROPE_EXPORTS)
+def test_age_does_not_matter_to_any_kind_of_rope(parity_bundle: Bundles, name: str) -> None:
+    bundle = parity_bundle(name)
+    young = bundle.geometry.capacity + 3
+    ids = text(young + bundle.geometry.slots + 2, seed=4)
+    expected = bundle.oracle(ids)[young:]
+    for age in (10**3, 1 << 40):
+        tokens = shift_towards(bundle.geometry, young, age)
+        old = continue_at_age(bundle, bundle.decoder(), ids, young, tokens)
+        assert_parity(old, expected, 2 * tolerance(name), f"{name}, at position {young + tokens}")
 
 
 def test_rows_do_not_touch_each_other(parity_bundle: Bundles) -> None:

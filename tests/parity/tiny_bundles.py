@@ -1,5 +1,6 @@
 """Tiny random models as bundles whose rings wrap after a few tokens, with the oracle at hand."""
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,6 +93,8 @@ HALF_EXPORTS = {
     "chunk 4 streaming, all fp16": Export("plain", "streaming", sinks=3, window=7, chunk=4, dtype="fp16"),
     "two rows, fp16": Export("plain", "streaming", sinks=2, window=4, chunk=3, batch=2, cache_dtype="fp16"),
 }
+# Each kind of rope once more with float16 caches.
+HALF_ROPE_EXPORTS = {f"{name}, fp16": dataclasses.replace(export, cache_dtype="fp16") for name, export in ROPE_EXPORTS.items()}
 SINGLE_ROW = tuple(name for name, export in EXPORTS.items() if export.batch == 1)
 
 
@@ -146,7 +149,7 @@ def feed_in_cuts(decoder: Decoder, ids: np.ndarray, cuts: Iterable[int]) -> np.n
 
 
 def export_tiny(name: str, folder: Path) -> TinyBundle:
-    export = {**EXPORTS, **ROPE_EXPORTS, **HALF_EXPORTS}[name]
+    export = {**EXPORTS, **ROPE_EXPORTS, **HALF_EXPORTS, **HALF_ROPE_EXPORTS}[name]
     model = tiny_llama(**MODELS[export.model])
     model.save_pretrained(folder / "model")
     manifest = export_decoder(
