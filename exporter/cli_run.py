@@ -153,6 +153,9 @@ class _Session:
             else:
                 print_json({**(self._turn or {}), **totals})
             return
+        if self._options.watch:
+            # The line itself is gone by now, and a quick run ends before it was ever drawn again.
+            note(self.line())
         speed = f"{rate:.1f} tokens/s" if rate is not None else "too few to measure"
         note(
             f"position {self.stream.position:,}; generated {self.meter.generated_tokens:,} ({speed}), read {self.meter.fed_tokens:,}"
