@@ -151,8 +151,8 @@ def test_damage_and_wrong_arguments_are_refused(bundles: dict[str, Path], tmp_pa
     (damaged / "weights.bin").write_bytes(weights)
     with pytest.raises(BundleError, match=r"weights\.bin: sha256"):
         validate_bundle(damaged, 20)
-    half = broken_copy(bundles["native"], tmp_path / "half", lambda raw: raw.update(dtype="float16"))
-    with pytest.raises(UnsupportedError, match="float16"):
+    half = broken_copy(bundles["native"], tmp_path / "half", lambda raw: raw.update(dtype="bfloat16"))
+    with pytest.raises(UnsupportedError, match="bfloat16"):
         validate_bundle(half, 20)
 
 
