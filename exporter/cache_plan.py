@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from sinkring.exporter.hooks import AttentionCall, decoder_layers, hooked
+from sinkring.exporter.rotary import frequencies
 from sinkring.models.registry import Family
 from sinkring.runtime.errors import GeometryError, UnsupportedError
 from sinkring.runtime.manifest import Ring
@@ -137,8 +138,6 @@ def _said(window: int | None) -> str:
 
 def rotated_pairs(model: Any, family: Family, rope: str) -> int:
     """R/2 of a set of angles."""
-    from sinkring.exporter.rotary import frequencies
-
     return len(frequencies(model, family, rope, 1)[0])
 
 

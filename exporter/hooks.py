@@ -76,15 +76,6 @@ def rotary_module(model: Any, family: Family) -> Any | None:
     return attrgetter(family.rotary)(model) if family.rotary else None
 
 
-def rope_sets(model: Any, family: Family) -> tuple[str, ...]:
-    """Names of the sets of angles that the rotary module makes: types of layers, or "" for the only set."""
-    rotary = rotary_module(model, family)
-    if rotary is None:
-        return ()
-    types = getattr(rotary, "rope_type", None)
-    return tuple(sorted(types)) if isinstance(types, dict) else ("",)
-
-
 @contextmanager
 def hooked(model: Any, family: Family, angles_of: AnglesOf, attend: Attend) -> Iterator[None]:
     """Within the block the model's layers call `attend`, after turning queries and keys by the angles of `angles_of`.

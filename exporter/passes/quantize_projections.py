@@ -4,49 +4,24 @@ A block's residual, which the operator has no input for, is added by a product o
 residual, a 32nd of the numbers, in float32.
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 import onnx_ir as ir
 from sinkring.exporter.passes.insertion import Insertion, replace_value
+from sinkring.exporter.passes.store_in_blocks import CONTRIB, StoreInBlocks
 from sinkring.exporter.passes.transpose_weights import SUFFIX
 from sinkring.exporter.quantize import BLOCK, BlockMatrix, stack
 
-CONTRIB = "com.microsoft"
 # Inputs are rounded to int8 block by block: without it the kernels of ONNX Runtime are many times slower.
 ACCURACY_LEVEL = 4
 
 
-class QuantizeProjections(ir.passes.InPlacePass):
-    """matrices: by the name of the initializer that holds the float weight. Runs after MergeProjections, which joins names by `+`."""
+class QuantizeProjections(StoreInBlocks):
+    """Runs after MergeProjections, which joins names by `+`."""
 
-    def __init__(self, matrices: Mapping[str, BlockMatrix]) -> None:
-        super().__init__()
-        self.matrices = matrices
+    WEIGHT = 1
+    WHAT = "products with quantized weights"
 
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        graph, modified = model.graph, False
-        for node in list(graph):
-            matrix = self._matrix(node)
-            if matrix is None:
-                continue
-            weight = node.inputs[1]
-            assert weight is not None, "it has a name"
-            _replace(graph, node, str(weight.name), matrix)
-            if not weight.uses():
-                del graph.initializers[str(weight.name)]
-            modified = True
-        if modified:
-            model.opset_imports[CONTRIB] = 1
-        return ir.passes.PassResult(model, modified=modified)
-
-    def ensures(self, model: ir.Model) -> None:
-        left = [node for node in model.graph if self._matrix(node) is not None]
-        if left:
-            raise ir.passes.PostconditionError(f"{len(left)} products with quantized weights are left")
-
-    def _matrix(self, node: ir.Node) -> BlockMatrix | None:
-        """The blocks of what `node` multiplies with, [N,K], or None if it is another node or its weight stays as it is."""
+    def matrix(self, node: ir.Node) -> BlockMatrix | None:
         weight = node.inputs[1] if node.op_type in ("MatMul", "Gemm") else None
         if weight is None or not weight.is_initializer():
             return None
@@ -60,33 +35,32 @@ class QuantizeProjections(ir.passes.InPlacePass):
         assert len(found) == len(names), f"{weight.name}: merged weights are all quantized or none is"
         return stack(found)
 
-
-def _replace(graph: ir.Graph, node: ir.Node, name: str, matrix: BlockMatrix) -> None:
-    into = Insertion(graph, node)
-    inputs, output = node.inputs[0], node.outputs[0]
-    rows, width = matrix.shape
-    # Of the blocks, which lie as the model has the weight.
-    name = name.replace(SUFFIX, "")
-    product = into.op_of(
-        CONTRIB,
-        "MatMulNBits",
-        inputs,
-        into.constant(f"{name}.values", matrix.packed_values()),
-        into.constant(f"{name}.scales", matrix.scales),
-        into.constant(f"{name}.zero_points", matrix.packed_zero_points()),
-        K=width,
-        N=rows,
-        bits=matrix.bits,
-        block_size=BLOCK,
-        accuracy_level=ACCURACY_LEVEL,
-    )
-    product.shape, product.type = output.shape, output.type
-    if matrix.residuals is not None:
-        product = _add_residuals(into, name, matrix.residuals, inputs, product)
+    def replace(self, graph: ir.Graph, node: ir.Node, name: str, matrix: BlockMatrix) -> None:
+        into = Insertion(graph, node)
+        inputs, output = node.inputs[0], node.outputs[0]
+        rows, width = matrix.shape
+        # Of the blocks, which lie as the model has the weight.
+        name = name.replace(SUFFIX, "")
+        product = into.op_of(
+            CONTRIB,
+            "MatMulNBits",
+            inputs,
+            into.constant(f"{name}.values", matrix.packed_values()),
+            into.constant(f"{name}.scales", matrix.scales),
+            into.constant(f"{name}.zero_points", matrix.packed_zero_points()),
+            K=width,
+            N=rows,
+            bits=matrix.bits,
+            block_size=BLOCK,
+            accuracy_level=ACCURACY_LEVEL,
+        )
         product.shape, product.type = output.shape, output.type
-    into.commit()
-    replace_value(output, product)
-    graph.remove(node, safe=True)
+        if matrix.residuals is not None:
+            product = _add_residuals(into, name, matrix.residuals, inputs, product)
+            product.shape, product.type = output.shape, output.type
+        into.commit()
+        replace_value(output, product)
+        graph.remove(node, safe=True)
 
 
 def _add_residuals(into: Insertion, name: str, residuals: np.ndarray, inputs: ir.Value | None, product: ir.Value) -> ir.Value:
