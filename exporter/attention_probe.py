@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from numpy.typing import NDArray
+from sinkring.exporter.edited_session import open_edited
 from sinkring.runtime.errors import UnsupportedError
 from sinkring.runtime.manifest import Manifest
-
-_ERRORS_ONLY = 3
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class AttentionProbe:
         for layer, node in enumerate(softmaxes):
             wanted[node.input[0]], wanted[node.output[0]] = self._scores[layer], self._weights[layer]
         model.graph.output.extend(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name in wanted)
-        self._session = _session(model, bundle, threads)
+        self._session = open_edited(model, bundle, threads=threads)
         self._token, self._position, self._slot = np.zeros((1, 1), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._states = {state.name: np.zeros(state.shape, np.dtype(state.dtype)) for state in manifest.states}
         self._logits = np.zeros((1, 1, manifest.model.vocab_size), np.float32)
@@ -85,14 +83,3 @@ class AttentionProbe:
         by_layer = np.stack(shares).reshape(len(tokens), len(self._scores), -1).mean(axis=(0, 2))
         highest = np.stack(largest)
         return AttentionSeen(float(highest.max()), float(highest.mean(dtype=np.float64)), float(by_layer.mean()), by_layer)
-
-
-def _session(model: onnx.ModelProto, bundle: Path, threads: int | None) -> Any:
-    options = ort.SessionOptions()
-    options.log_severity_level = _ERRORS_ONLY
-    if threads is not None:
-        options.intra_op_num_threads = threads
-    # As the runtime opens it: unpacked weights are pages of the bundle's own file.
-    options.add_session_config_entry("session.disable_prepacking", "1")
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(bundle))
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

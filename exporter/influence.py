@@ -16,6 +16,7 @@ import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import TensorProto, external_data_helper, helper, numpy_helper
+from sinkring.exporter.edited_session import open_edited
 
 # Of a tensor's own root mean square: as large as what it holds, so that its effect is far above rounding.
 PERTURBATION = 1.0
@@ -96,7 +97,7 @@ class ProbedGraph:
             tensor = self._weights[name]
             model.graph.input.append(helper.make_tensor_value_info(name, tensor.data_type, list(tensor.dims)))
         # What is packed when a session opens holds the scales of that moment, whatever a run is given.
-        return _session(model, self._folder, prepacked=self._blocks.isdisjoint(weights) and bool(self._blocks))
+        return open_edited(model, self._folder, prepacked=self._blocks.isdisjoint(weights) and bool(self._blocks))
 
     def outputs(self, names: Sequence[str]) -> list[NDArray[Any]]:
         """Of one run with the feeds as they are."""
@@ -185,13 +186,3 @@ def _parts(model: onnx.ModelProto, tensor: TensorProto) -> list[Part]:
 def _model_s_name(initializer: str) -> str:
     """What the model calls a weight: tracing puts `model.` before it, and storing it transposed a word behind it."""
     return initializer.removeprefix("model.").removesuffix(".transposed")
-
-
-def _session(model: onnx.ModelProto, folder: Path, prepacked: bool) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    # The model is given as bytes, so that its copy with more inputs is nowhere on disk; its weights lie where they did.
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-    if not prepacked:
-        options.add_session_config_entry("session.disable_prepacking", "1")
-    return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

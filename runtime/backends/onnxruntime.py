@@ -159,11 +159,16 @@ def _session(bundle: Path, manifest: Manifest, graph: Graph, threads: int | None
     return open_session(bundle, manifest, graph, options, ["CPUExecutionProvider"])
 
 
-def open_session(bundle: Path, manifest: Manifest, graph: Graph, options: Any, providers: list[Any]) -> Any:
-    """An InferenceSession of a graph that is what the manifest says. Raises BundleError."""
+def set_common_options(options: Any) -> None:
+    """What every session of a bundle's graphs needs, whatever it is for."""
     options.log_severity_level = _ERRORS_ONLY
     # It rearranges convolutions, of which there are none, and of 1.32 dies with a signal on some float16 graphs.
     options.add_session_config_entry("optimization.disable_specified_optimizers", "NchwcTransformer")
+
+
+def open_session(bundle: Path, manifest: Manifest, graph: Graph, options: Any, providers: list[Any]) -> Any:
+    """An InferenceSession of a graph that is what the manifest says. Raises BundleError."""
+    set_common_options(options)
     try:
         session = ort.InferenceSession(str(bundle / graph.path), options, providers=providers)
     except Exception as error:  # onnxruntime raises classes of its own for each status code
