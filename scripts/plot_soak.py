@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from textwrap import fill
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -97,7 +98,7 @@ def draw(rows: Sequence[Block], title: str) -> Figure:
     def plot(axes, name: str, color: str = "C0") -> None:
         label, value = CURVES[name]
         axes.plot(tokens, [value(row) for row in rows], ".-", color=color, linewidth=0.8, markersize=3)
-        axes.set_ylabel(label, fontsize=7)
+        axes.set_ylabel(fill(label, 24), fontsize=7)
 
     figure.suptitle(f"{title}: {rows[-1].tokens:,} tokens")
     plot(loss, "loss")
