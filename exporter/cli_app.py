@@ -1,5 +1,6 @@
 """The command line's application, and what all its commands share."""
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +29,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"sinkring {version('sinkring')}")
+        raise typer.Exit
+
+
+@app.callback()
+def main_options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    # Without a docstring: the application's own help stays.
+    pass
+
 
 BundleArgument = Annotated[Path, typer.Argument(metavar="BUNDLE", help="Folder made by `sinkring export`.", show_default=False)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object on stdout.")]

@@ -64,17 +64,20 @@ def write_snapshot(path: Path, manifest: Manifest, stream: dict[str, Any], tenso
             file.write(data[:at])
             file.write(hashlib.sha256(data).hexdigest().encode())
             file.write(memoryview(data)[at + len(_NO_SHA256) :])
-    except OSError as error:
-        raise InputError(f"snapshot {path}: could not be written ({error.strerror}); give a path in a writable folder") from error
+    except (OSError, ValueError) as error:
+        raise InputError(f"snapshot {path}: could not be written ({_reason(error)}); give a path in a writable folder") from error
 
 
 def read_snapshot(path: Path, manifest: Manifest) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The stream's record and tensors. Raises BundleError for a file that is missing, damaged, altered, or of another bundle."""
     safetensors = _safetensors()
     try:
+        # A pipe would be waited for, for ever.
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise BundleError(f"snapshot {path}: is a device, pipe or socket; give the path of a plain file")
         data = path.read_bytes()
-    except OSError as error:
-        raise BundleError(f"snapshot {path}: cannot be read ({error.strerror}); use another one") from None
+    except (OSError, ValueError) as error:
+        raise BundleError(f"snapshot {path}: cannot be read ({_reason(error)}); use another one") from None
     try:
         tensors = safetensors.load(data)
         metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
@@ -198,6 +201,11 @@ def _sha256_of(data: bytes, said: str) -> str:
     digest.update(_NO_SHA256.encode())
     digest.update(memoryview(data)[at + len(_NO_SHA256) :])
     return digest.hexdigest()
+
+
+def _reason(error: OSError | ValueError) -> str:
+    """A path with a NUL in it is a ValueError, all else that the system says of a path is an OSError."""
+    return error.strerror or str(error) if isinstance(error, OSError) else str(error)
 
 
 def _row_shape(manifest: Manifest, name: str) -> list[int]:

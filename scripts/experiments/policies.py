@@ -30,10 +30,11 @@ def main() -> int:
     draw_curves(found, args.results / "policies.png", bins=20)
     if args.long_tokens:
         long = measure_perplexity(
-            args.model, args.long_text, policies=BEYOND, starts=1, tokens=args.long_tokens, recompute_every=1024, **setup
+            args.model, args.long_text, policies=BEYOND, starts=1, tokens=args.long_tokens, recompute_every=32, **setup
         )
         write_json(args, "policies-long", long.to_dict())
-        curves = {policy: long.curve(policy, bins=40) for policy in BEYOND}
+        # Of one token in 32: fewer bins, so that each has enough of them.
+        curves = {policy: long.curve(policy, bins=10 if policy == "recompute" else 40) for policy in BEYOND}
         rows = [(policy, start, stop, mean) for policy, curve in curves.items() for start, stop, mean, _ in curve]
         write_csv(args, "policies-long", ("policy", "from_position", "to_position", "log_perplexity_nats"), rows)
         draw_long(args, long, curves)

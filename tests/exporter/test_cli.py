@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from importlib import metadata
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
@@ -68,6 +69,11 @@ def test_without_the_cli_extra_one_line_says_how_to_get_it(missing: str, monkeyp
     ended = invoke("--help")
     assert (ended.status, ended.out) == (2, "")
     assert ended.err == "error: the command line needs typer and rich: pip install 'sinkring[cli]'\n"
+
+
+def test_the_version_is_the_packages() -> None:
+    ended = invoke("--version")
+    assert (ended.status, ended.out) == (0, f"sinkring {version('sinkring')}\n")
 
 
 def test_export_writes_a_bundle_and_prints_nothing_but_json_on_stdout(speaking_model: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Snapshot files that are damaged, foreign, or no snapshots at all. Ring: S = 2, W = 4, C = 16."""
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import safetensors.numpy
 from sinkring.exporter.export import export_decoder
 from sinkring.runtime import Decoder, Stream, open_bundle
-from sinkring.runtime.errors import BundleError
+from sinkring.runtime.errors import BundleError, InputError
 from sinkring.runtime.manifest import Manifest
 from sinkring.runtime.snapshot import identity
 
@@ -53,6 +54,20 @@ def refused(decoder: Decoder, path: Path, match: str | None = None) -> None:
     assert message.startswith(f"snapshot {path}: ")
     assert "\n" not in message
     assert len(message) < len(str(path)) + 400
+
+
+def test_a_pipe_is_not_waited_for(decoder: Decoder, tmp_path: Path) -> None:
+    """Reading one that nobody writes to would block the program for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    refused(decoder, tmp_path / "pipe", "pipe or socket; give the path of a plain file$")
+
+
+def test_a_path_with_a_nul_is_refused_by_both(decoder: Decoder, live: Stream) -> None:
+    """The system's own answer to such a path is a ValueError."""
+    with pytest.raises(BundleError, match=r"^snapshot a.b: cannot be read .*null"):
+        decoder.restore("a\0b")
+    with pytest.raises(InputError, match=r"^snapshot a.b: could not be written .*null"):
+        live.snapshot("a\0b")
 
 
 def test_the_good_one_is_restored(decoder: Decoder, good: Path) -> None:
