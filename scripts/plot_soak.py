@@ -75,7 +75,13 @@ def slope(rows: Sequence[Block], figure: Callable[[Block], float]) -> dict[str, 
     x, y = np.array(points).T
     (value, _), covariance = np.polyfit(x, y, 1, cov=True)
     error = float(np.sqrt(covariance[0, 0]))
-    return {"mean": float(y.mean()), "slope": float(value), "standard_error": error, "flat": abs(float(value)) <= 2 * error}
+    return {
+        "mean": float(y.mean()),
+        "median": float(np.median(y)),
+        "slope": float(value),
+        "standard_error": error,
+        "flat": abs(float(value)) <= 2 * error,
+    }
 
 
 def memory_growth(rows: Sequence[Block], run: int) -> dict[str, int]:
@@ -106,6 +112,8 @@ def draw(rows: Sequence[Block], title: str) -> Figure:
     over.axhline(0, color="grey", linewidth=0.6)
     plot(speed, "time_over_young")
     speed.axhline(1, color="grey", linewidth=0.6)
+    # A machine that stops the process for a while must not flatten the rest of the curve.
+    speed.set_ylim(0, 2)
     memory.plot(tokens, [row.resident_bytes / 1e6 for row in rows], label="resident, weights mapped twice included", linewidth=1)
     memory.plot(tokens, [row.anonymous_bytes / 1e6 for row in rows], label="anonymous", linewidth=1)
     memory.plot(tokens, [row.cache_bytes / 1e6 for row in rows], label="cache", linewidth=1)

@@ -106,9 +106,12 @@ class Soak:
 
     def _paired(self, start: int) -> tuple[float, float, float, float]:
         """Summed loss and seconds of the old stream, then of the young one, call by call in turns."""
-        capacity = self.decoder.manifest.rings[0].geometry.capacity
+        geometry = self.decoder.manifest.rings[0].geometry
+        # As far from its next wrap as the old one: a call that crosses it is cut in two, and costs more.
+        young = 2 * geometry.capacity
+        young += (start - young) % geometry.slots
         self.young.reset()
-        self.young.feed(text_at(self.ids, start - 2 * capacity, 2 * capacity))
+        self.young.feed(text_at(self.ids, start - young, young))
         totals = np.zeros((2, 2))
         for offset in range(0, PAIRED_TOKENS, self.call_tokens):
             for total, stream in zip(totals, (self.stream, self.young), strict=True):
