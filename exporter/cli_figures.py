@@ -1,4 +1,4 @@
-"""The commands that measure what a bundle is worth: perplexity, report, compare-weights."""
+"""The commands that measure what a bundle is worth: perplexity, report, compare-weights, bench."""
 
 from pathlib import Path
 from typing import Annotated
@@ -112,3 +112,43 @@ def compare_weights_command(
         print_json(found.to_dict())
     else:
         print_weight_comparison(found)
+
+
+@app.command("bench")
+def bench_command(
+    bundles: Annotated[list[Path], typer.Argument(metavar="BUNDLE...", help="Folders made by `sinkring export`.", show_default=False)],
+    backend: Annotated[str, typer.Option(help="What runs the graphs: onnxruntime, tensorrt-rtx or tensorrt.")] = "onnxruntime",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: the backend's own.", show_default=False)] = None,
+    target: Annotated[str | None, typer.Option(help="Graphs lowered for this target. Default: the backend's.", show_default=False)] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: all cores.", show_default=False)] = None,
+    rounds: Annotated[int, typer.Option(help="Turns of all that is measured.")] = 10,
+    steps: Annotated[int, typer.Option(help="Steps at each position in a turn.")] = 20,
+    prompt: Annotated[int, typer.Option(help="Tokens of the prompt whose reading is timed.")] = 512,
+    plot: Annotated[str | None, typer.Option(metavar="FILE", help="Draw the steps by position: a PNG.", show_default=False)] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure steps at any age, prompts, memory and host work, beside the memory bandwidth; several bundles take turns."""
+    with needs_extra("export", "bench"):
+        from sinkring.exporter.bench.measure import bench_bundles
+    from sinkring.exporter.bench.plot import draw_bench
+    from sinkring.exporter.cli_bench import print_bench
+
+    with progress_bars() as progress:
+        found = bench_bundles(
+            bundles,
+            backend=backend,
+            device=device,
+            target=target,
+            threads=threads,
+            rounds=rounds,
+            steps=steps,
+            prompt=prompt,
+            progress=progress,
+        )
+    drawn = str(draw_bench(found, Path(plot))) if plot else None
+    if as_json:
+        print_json({**found.to_dict(), "plot": drawn})
+        return
+    print_bench(found)
+    if drawn:
+        print(drawn)

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_decode import weight_bytes_read
 from sinkring.exporter import build_engine, export_decoder
+from sinkring.exporter.bench.read_bytes import step_read_bytes
 from sinkring.exporter.cli_output import note, print_table
 from sinkring.exporter.expected_logits import Expected, compute_expected
 from sinkring.exporter.export import DTYPES
 from sinkring.exporter.machine import describe_machine
 from sinkring.exporter.reference_text import read_reference_ids
 from sinkring.exporter.verdict import find_limits
-from sinkring.runtime import Decoder, Manifest, SinkringError, Stream, open_bundle
+from sinkring.runtime import Manifest, SinkringError, Stream, open_bundle
 from sinkring.runtime.backends.cuda import Device
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -153,7 +153,7 @@ def measure(
             p99_ms=1e3 * float(np.percentile(back_to_back, 99)),
             cadence_p50_ms=1e3 * float(np.median(cadence)),
             cadence_p99_ms=1e3 * float(np.percentile(cadence, 99)),
-            bandwidth_share=bytes_read(decoder) / step_s / bandwidth,
+            bandwidth_share=step_read_bytes(bundle, decoder.manifest, backend) / step_s / bandwidth,
             cache_bytes=decoder.cache_bytes,
             device_bytes=before - opened,
             grown_bytes=opened - device.free_bytes(),
@@ -166,10 +166,6 @@ def parity(stream: Stream, ids: np.ndarray, right: np.ndarray) -> float:
     worst = [np.abs(stream.feed(ids[:half], all_logits=True) - right[:half]).max()]
     worst += [np.abs(stream.feed(ids[at : at + 1]) - right[at]).max() for at in range(half, len(ids))]
     return float(np.max(worst)) if np.isfinite(worst).all() else float("inf")
-
-
-def bytes_read(decoder: Decoder) -> int:
-    return weight_bytes_read(decoder) + decoder.cache_bytes
 
 
 def tokens(ids: np.ndarray, count: int) -> np.ndarray:

@@ -1,0 +1,1 @@
+"""Benchmarks of a bundle on the machine it is on: see `measure.bench_bundles`."""
