@@ -96,13 +96,11 @@ def main() -> int:
     if args.prepare:
         return 1 if any(entry.faults for entry in measured.values()) else 0
     peers = start(paths, reference_ids(args), args, measured)
-    bandwidth = measure(peers, args, measured)
+    bandwidth: list[float] = []
+    measure(peers, args, measured, bandwidth)
     for peer in peers.values():
         peer.stop()
-    result = summary(args, measured, bandwidth)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    result = save(args, measured, bandwidth)
     show(result)
     return 0
 
@@ -158,9 +156,8 @@ def start(
     return peers
 
 
-def measure(peers: dict[str, PeerProcess], args: argparse.Namespace, measured: dict[str, Measured]) -> list[float]:
-    """All rounds. Returns samples of the memory bandwidth in bytes per second, one a round."""
-    bandwidth = []
+def measure(peers: dict[str, PeerProcess], args: argparse.Namespace, measured: dict[str, Measured], bandwidth: list[float]) -> None:
+    """All rounds, each of which is saved. Adds to bandwidth what a round finds of the memory's, in bytes per second."""
     with BandwidthProbe(args.threads) as probe:
         for number in range(args.rounds + 1):
             note(f"decode, round {number} of {args.rounds}")
@@ -170,17 +167,19 @@ def measure(peers: dict[str, PeerProcess], args: argparse.Namespace, measured: d
                 if number and times:
                     measured[name].decode_ms.append(times)
             bandwidth.append(probe.sample())
+            for name, peer in peers.items():
+                measured[name].resident = peer.resident_bytes()
+            save(args, measured, bandwidth)
         for number in range(args.prefill_rounds + 1 if args.prefill_rounds else 0):
             note(f"prefill, round {number} of {args.prefill_rounds}")
             for name in turn(list(peers), number):
                 took = attempt(measured[name], "prefill", lambda name=name: peers[name].ask("prefill", tokens=args.prompt))
                 if number and took:
                     measured[name].prefill_ms.append(took)
+            save(args, measured, bandwidth)
     for name, peer in peers.items():
-        measured[name].resident = peer.resident_bytes()
         if args.beyond:
             measured[name].beyond = attempt(measured[name], "beyond", lambda peer=peer: peer.ask("beyond"))
-    return bandwidth
 
 
 def attempt(entry: Measured, what: str, call: Callable[[], Any]) -> Any:
@@ -192,6 +191,15 @@ def attempt(entry: Measured, what: str, call: Callable[[], Any]) -> Any:
             entry.faults.append(f"{what}: {fault}")
             note(f"{what}: {fault}")
         return None
+
+
+def save(args: argparse.Namespace, measured: dict[str, Measured], bandwidth: list[float]) -> dict[str, Any]:
+    """All figures so far, in the file that was asked for too: an interrupt loses one round."""
+    result = summary(args, measured, bandwidth)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
 
 
 def summary(args: argparse.Namespace, measured: dict[str, Measured], bandwidth: list[float]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class Genai:
         return timed_ms(lambda: self.generator.append_tokens(self.ids[None, :tokens]))
 
     def decode(self, steps: int) -> list[float]:
-        if self.generator is None:
+        if self.generator is None or self.generator.token_count() < self.window:
             self._empty()
             self.generator.append_tokens(self.ids[None, : self.window - 1])
         self.generator.rewind_to(self.window - 2)

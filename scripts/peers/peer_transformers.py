@@ -25,7 +25,7 @@ class Transformers:
         return timed_ms(lambda: self._run(self.ids[:, :tokens]))
 
     def decode(self, steps: int) -> list[float]:
-        if self.cache is not None and self.kind == "dynamic":
+        if self.kind == "dynamic" and self.cache is not None and self.cache.get_seq_length() >= self.window:
             # A negative number takes so many tokens away.
             self.cache.crop(self.window - 1 - self.cache.get_seq_length())
             token = self.ids[:, self.window - 1 : self.window]
