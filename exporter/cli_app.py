@@ -1,6 +1,5 @@
 """The command line's application, and what all its commands share."""
 
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +32,9 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        # Here, since it takes as long to load as the rest of `--help`.
+        from importlib.metadata import version
+
         typer.echo(f"sinkring {version('sinkring')}")
         raise typer.Exit
 

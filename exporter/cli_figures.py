@@ -36,8 +36,11 @@ def perplexity_command(
         from sinkring.exporter.perplexity import measure_perplexity
         from sinkring.exporter.perplexity_policies import POLICIES
     from sinkring.exporter.cli_perplexity import print_perplexity
-    from sinkring.exporter.perplexity_files import write_curves
+    from sinkring.exporter.perplexity_files import PNG_NAME, write_curves
+    from sinkring.exporter.picture import check_picture
 
+    if out:
+        check_picture(Path(out) / PNG_NAME)
     with progress_bars() as progress:
         found = measure_perplexity(
             source,
@@ -132,7 +135,10 @@ def bench_command(
         from sinkring.exporter.bench.measure import bench_bundles
     from sinkring.exporter.bench.plot import draw_bench
     from sinkring.exporter.cli_bench import print_bench
+    from sinkring.exporter.picture import check_picture
 
+    if plot:
+        check_picture(Path(plot))
     with progress_bars() as progress:
         found = bench_bundles(
             bundles,

@@ -4,7 +4,7 @@ import csv
 from pathlib import Path
 
 from sinkring.exporter.perplexity import Perplexity
-from sinkring.runtime.errors import DependencyError
+from sinkring.exporter.picture import new_picture, save_picture
 
 CSV_NAME, PNG_NAME = "perplexity.csv", "perplexity.png"
 
@@ -23,12 +23,7 @@ def write_curves(found: Perplexity, folder: Path, bins: int = 40) -> tuple[Path,
 
 def draw_curves(found: Perplexity, path: Path, bins: int = 40) -> Path:
     """The picture alone: a line for each policy, with a band of one standard error."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise DependencyError("pictures need the package matplotlib: pip install 'sinkring[plots]'") from None
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_picture()
     for policy in found.losses:
         rows = found.curve(policy, bins)
         places = [(start + stop) / 2 for start, stop, _, _ in rows]
@@ -42,5 +37,4 @@ def draw_curves(found: Perplexity, path: Path, bins: int = 40) -> Path:
     model, text = Path(found.model).name, Path(found.text).name
     axes.set_title(f"{model}, S={found.sinks}, W={found.window}, {len(found.start_positions)} starts in {text}")
     axes.legend()
-    figure.savefig(path, dpi=120)
-    return path
+    return save_picture(figure, path)

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 from sinkring.exporter.machine import describe_machine
+from sinkring.exporter.process_memory import memory_bytes
 from sinkring.runtime import Stream, open_bundle
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,13 +67,6 @@ def main() -> int:
         }
     print(json.dumps(result, indent=2))
     return 0
-
-
-def memory_bytes() -> dict[str, int]:
-    """VmRSS and its anonymous part; the rest is pages of mapped files, which the system can drop at any time."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    return {name: int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon")}
 
 
 def timed_steps(stream: Stream, tokens: np.ndarray) -> np.ndarray:

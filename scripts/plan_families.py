@@ -13,17 +13,13 @@ import sys
 import tempfile
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from sinkring.exporter.build import build_engine
 from sinkring.exporter.cli_output import note, print_table
-from sinkring.exporter.engine_summary import EngineSummary
 from sinkring.exporter.export import export_decoder
 from sinkring.exporter.family_table import markdown_table
+from sinkring.exporter.plan_table import plan_rows
 from sinkring.models.refused import REFUSED
-from sinkring.runtime.errors import BuildError
-from sinkring.runtime.manifest import MANIFEST_NAME, Manifest
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -123,7 +119,21 @@ def plan_family(row: TinyFamily, folder: Path) -> list[Planned]:
     tiny_model(row, std=std, **wide(row, *heads)).save_pretrained(folder / "model")
     options: dict[str, Any] = {"sinks": SINKS, "window": WINDOW} if row.has_full_layers else {}
     manifest = export_decoder(folder / "model", folder / "bundle", chunk=CHUNK, targets=["tensorrt-rtx"], **options)
-    return [_build(row, heads, folder / "bundle", manifest, role) for role in ("decode", "prefill")]
+    return [
+        Planned(
+            row=row.name,
+            role=plan.role,
+            heads="{}/{} x {}".format(*heads),
+            layers=manifest.model.layers,
+            kernels=plan.kernels,
+            kernels_per_layer=plan.kernels_per_layer,
+            in_place=plan.in_place,
+            attention=plan.attention,
+            copies=plan.copies,
+            fault=plan.refusal,
+        )
+        for plan in plan_rows(folder / "bundle", [SM])
+    ]
 
 
 def wide(row: TinyFamily, query_heads: int, kv_heads: int, head_size: int) -> dict[str, Any]:
@@ -143,32 +153,6 @@ def wide(row: TinyFamily, query_heads: int, kv_heads: int, head_size: int) -> di
     if "short_factor" in rope:
         settings["rope_parameters"] = {**rope, "short_factor": [1.0] * (head_size // 2), "long_factor": [2.0] * (head_size // 2)}
     return settings
-
-
-def _build(row: TinyFamily, heads: tuple[int, int, int], bundle: Path, manifest: Manifest, role: str) -> Planned:
-    """One graph at a time: the other is built even if this one is refused."""
-    only = dataclasses.replace(manifest, graphs=tuple(graph for graph in manifest.graphs if graph.role == role))
-    (bundle / MANIFEST_NAME).write_text(only.to_json(), encoding="utf-8")
-    fault = ""
-    try:
-        build_engine(bundle, "tensorrt-rtx", [SM])
-    except BuildError as error:
-        fault = str(error)
-    report = next((bundle / "engines").glob(f"*-{role}*.json"))
-    found = EngineSummary.read(report)
-    layers = json.loads(report.read_text(encoding="utf-8"))["plan"]["layers"]
-    return Planned(
-        row=row.name,
-        role=role,
-        heads="{}/{} x {}".format(*heads),
-        layers=found.layers,
-        kernels=found.kernels,
-        kernels_per_layer=median(layer["kernels"] for layer in layers[:-1]),
-        in_place=f"{found.updates_in_place}/{found.updates}",
-        attention=found.attention,
-        copies=found.copies,
-        fault=fault,
-    )
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sinkring.exporter.attention_probe import AttentionProbe
 from sinkring.exporter.long_text import read_long_ids, text_at
+from sinkring.exporter.process_memory import memory_bytes
 from sinkring.exporter.token_loss import token_loss
 from sinkring.runtime import Decoder, SinkringError, Stream, open_bundle
 
@@ -81,7 +82,7 @@ class Soak:
         loss, seconds = self._feed(self.stream, self.stream.position, self.block_tokens - done)
         position, state = self.stream.position, self.stream.capture()[1]
         seen = self.probe.look(state, position, text_at(self.ids, position, PROBED_TOKENS))
-        resident, anonymous = memory_bytes()
+        memory = memory_bytes()
         row = Block(
             run=self.run,
             tokens=position,
@@ -91,8 +92,8 @@ class Soak:
             young_loss=young_loss / PAIRED_TOKENS,
             old_seconds=old_seconds,
             young_seconds=young_seconds,
-            resident_bytes=resident,
-            anonymous_bytes=anonymous,
+            resident_bytes=memory["VmRSS"],
+            anonymous_bytes=memory["RssAnon"],
             cache_bytes=sum(state[name].nbytes for name in self.addresses),
             moved_addresses=sum(where != self.addresses[name] for name, where in self.decoder.backend.addresses().items()),
             largest_score=seen.largest_score,
@@ -148,13 +149,6 @@ def write_rows(path: Path, rows: list[Block], append: bool = False) -> None:
         writer.writerows(
             {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in asdict(row).items()} for row in rows
         )
-
-
-def memory_bytes() -> tuple[int, int]:
-    """Resident memory of this process, and its anonymous part: the rest is pages of mapped files, above all the weights."""
-    found = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines())
-    resident, anonymous = (int(found[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon"))
-    return resident, anonymous
 
 
 @contextmanager

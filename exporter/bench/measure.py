@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import psutil
 from sinkring.exporter.bench.bandwidth import BandwidthProbe
-from sinkring.exporter.bench.session import GREEDY, SAMPLED, BenchSession
+from sinkring.exporter.bench.session import SAMPLERS, BenchSession
 from sinkring.exporter.bench.spread import Spread
 from sinkring.exporter.machine import Machine, describe_machine
 from sinkring.runtime.errors import InputError
@@ -117,7 +117,7 @@ def bench_bundles(
             opened.callback(sessions[-1].close)
         runs_on = sessions[0].decoder.backend.device
         probe = opened.enter_context(BandwidthProbe(at_work)) if runs_on == "cpu" else nullcontext()
-        found = [_Samples({at: [] for at in session.positions}, [], [], {"greedy": [], "nucleus": []}) for session in sessions]
+        found = [_Samples({at: [] for at in session.positions}, [], [], {name: [] for name in SAMPLERS}) for session in sessions]
         for number in range(rounds + 1):
             if progress:
                 progress("measuring", number, rounds + 1)
@@ -154,7 +154,7 @@ def _one_round(session: BenchSession, samples: _Samples, steps: int, prompt: int
             samples.steps[at].append(times)
     paced = session.time_paced(max(steps // 4, 1), CADENCE_S)
     read = session.time_prompt(prompt)
-    host = {name: session.time_host(max(steps // 4, 1), sampling) for name, sampling in (("greedy", GREEDY), ("nucleus", SAMPLED))}
+    host = {name: session.time_host(max(steps // 4, 1), sampling) for name, sampling in SAMPLERS.items()}
     if counts:
         samples.paced.append(paced)
         samples.prompt.append(read)

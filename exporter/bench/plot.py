@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from sinkring.exporter.bench.measure import Bench
-from sinkring.runtime.errors import DependencyError, InputError
+from sinkring.exporter.picture import new_picture, save_picture
 
 
 def draw_bench(found: Bench, path: Path) -> Path:
@@ -11,12 +11,7 @@ def draw_bench(found: Bench, path: Path) -> Path:
 
     Raises DependencyError without the package matplotlib, InputError for a file that cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise DependencyError("pictures need the package matplotlib: pip install 'sinkring[plots]'") from None
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.add_subplot()
+    figure, axes = new_picture()
     for cost in found.bundles:
         places = sorted(cost.step_ms)
         spreads = [cost.step_ms[place] for place in places]
@@ -35,8 +30,4 @@ def draw_bench(found: Bench, path: Path) -> Path:
     axes.set(xlabel="position in the stream, tokens", ylabel="a step, ms")
     axes.set_title(f"{found.machine.cpu}, {found.threads} threads{bound}", fontsize=9)
     axes.legend()
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be written ({error}); give a path that ends in .png, in a writable folder") from error
-    return path
+    return save_picture(figure, path)

@@ -3,13 +3,12 @@
 import gc
 import time
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 from sinkring.exporter.conformance.findings import Check
 from sinkring.exporter.conformance.subject import Subject
+from sinkring.exporter.process_memory import memory_bytes
 from sinkring.runtime.decoder import Decoder
 from sinkring.runtime.stream import HISTORY_TOKENS, Stream
 
@@ -35,11 +34,11 @@ def check_growth(subject: Subject) -> Check:
             # Made before the count begins, or the record of the time would be what grows.
             block_ms = np.zeros(-(-wanted // BLOCK_STEPS))
             gc.collect()
-            python_before, resident_before = tracemalloc.get_traced_memory()[0], anonymous_bytes()
+            python_before, resident_before = tracemalloc.get_traced_memory()[0], memory_bytes()["RssAnon"]
             done = _until_budget(subject, decoder, streams, wanted, block_ms)
             gc.collect()
             python_grown = tracemalloc.get_traced_memory()[0] - python_before
-            resident_grown = anonymous_bytes() - resident_before
+            resident_grown = memory_bytes()["RssAnon"] - resident_before
         finally:
             tracemalloc.stop()
         moved = [name for name, address in _addresses(decoder).items() if addresses[name] != address]
@@ -57,16 +56,6 @@ def check_growth(subject: Subject) -> Check:
         f"addresses {f'moved: {moved[0]}' if moved else 'the same'}; anonymous memory {resident_grown:+,} bytes of "
         f"{RESIDENT_TOLERANCE_BYTES:,}, Python's allocations {python_grown:+,} of {PYTHON_TOLERANCE_BYTES:,}; {time_told}",
     )
-
-
-def anonymous_bytes() -> int:
-    """Resident memory that no file backs, where the system tells it apart (Linux); else all that is resident."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text(encoding="utf-8").splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-    return int(psutil.Process().memory_info().rss)
 
 
 def _fill(subject: Subject, streams: list[Stream]) -> None:

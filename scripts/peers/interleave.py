@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sinkring.exporter.process_memory import memory_bytes
+
 HERE = Path(__file__).parent
 # Idle threads of the peer before spin for some milliseconds.
 _SETTLE_S = 0.05
@@ -44,10 +46,8 @@ class PeerProcess:
         return answer["value"]
 
     def resident_bytes(self) -> dict[str, int]:
-        """VmRSS, and its anonymous part: the rest is pages of mapped files."""
-        lines = Path(f"/proc/{self._process.pid}/status").read_text(encoding="utf-8").splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
-        return {name: int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "RssAnon")}
+        """See `memory_bytes`."""
+        return memory_bytes(self._process.pid)
 
     def stop(self) -> None:
         assert self._process.stdin is not None

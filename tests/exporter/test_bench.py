@@ -12,6 +12,7 @@ from sinkring.exporter.bench.measure import BundleCost, bench_bundles
 from sinkring.exporter.bench.placing import full_at, place
 from sinkring.exporter.bench.read_bytes import step_read_bytes
 from sinkring.exporter.bench.session import OLDEST, BenchSession
+from sinkring.exporter.picture import check_picture
 from sinkring.runtime import Manifest, open_bundle
 from sinkring.runtime.errors import InputError
 
@@ -76,6 +77,35 @@ def test_a_number_below_one_is_refused(one_row: Path, option: str) -> None:
     ended = invoke("bench", one_row, option, 0)
     assert ended.status == 2
     assert "0: must be" in ended.errors[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "place", "reason"),
+    [
+        (("bench", "--plot"), "file/x.png", "no writable folder"),
+        (("bench", "--plot"), "x.xyz", "unknown kind"),
+        (("bench", "--plot"), ".", "is a folder"),
+        (("perplexity", "--text", "topics", "--out"), "file", "no writable folder"),
+    ],
+)
+def test_a_place_that_no_picture_can_go_to_is_refused_before_anything_is_measured(
+    one_row: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], place: str, reason: str
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    measured: list[object] = []
+    monkeypatch.setattr("sinkring.exporter.bench.measure.bench_bundles", lambda *args, **options: measured.append(args))
+    monkeypatch.setattr("sinkring.exporter.perplexity.measure_perplexity", lambda *args, **options: measured.append(args))
+    ended = invoke(command[0], one_row, *command[1:], tmp_path / place)
+    assert (ended.status, measured) == (2, [])
+    assert reason in ended.errors[0]
+
+
+def test_a_check_leaves_a_picture_that_is_there_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "x.png").write_bytes(b"of an earlier run")
+    check_picture(tmp_path / "x.png")
+    check_picture(tmp_path / "new" / "x.png")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.png"]
+    assert (tmp_path / "x.png").read_bytes() == b"of an earlier run"
 
 
 def test_no_bundle_is_refused() -> None:

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from importlib import metadata
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
@@ -73,7 +72,7 @@ def test_without_the_cli_extra_one_line_says_how_to_get_it(missing: str, monkeyp
 
 def test_the_version_is_the_packages() -> None:
     ended = invoke("--version")
-    assert (ended.status, ended.out) == (0, f"sinkring {version('sinkring')}\n")
+    assert (ended.status, ended.out) == (0, f"sinkring {metadata.version('sinkring')}\n")
 
 
 def test_export_writes_a_bundle_and_prints_nothing_but_json_on_stdout(speaking_model: Path, tmp_path: Path) -> None:
