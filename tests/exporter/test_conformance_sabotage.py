@@ -1,12 +1,15 @@
 """Each check can fail: whatever a saboteur breaks, the check that is there for it says so, and afterwards nothing stays broken."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from sinkring.exporter import check_conformance
 from sinkring.exporter.conformance.saboteurs import SABOTEURS, Saboteur
 from sinkring.exporter.conformance.suite import CHECKS
+from sinkring.runtime.backends.onnxruntime import OnnxRuntimeBackend
 from sinkring.runtime.manifest import Manifest
 
 from tests.exporter.tiny_bundle import shared_tiny
@@ -61,3 +64,25 @@ def test_a_check_that_ends_in_an_error_has_failed(bundles: dict[str, Path], monk
     assert not result.passed
     assert result.checks[0].detail == "ended in ValueError: of another kind"
     assert '"worst": null' in result.to_json()
+
+
+def test_what_is_taken_once_is_not_growth_and_a_little_at_each_step_is(bundles: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """I8 counts the allocations of the whole process: another thread of it may take some at any time, once."""
+    decode, steps, kept = OnnxRuntimeBackend.decode, 0, []
+
+    def once(self: Any, idle: Sequence[int] = ()) -> None:
+        nonlocal steps
+        decode(self, idle)
+        steps += 1
+        if steps == 300:
+            kept.append(np.ones(1 << 20))
+
+    def always(self: Any, idle: Sequence[int] = ()) -> None:
+        decode(self, idle)
+        kept.append([])
+
+    for keeping, sound in ((once, True), (always, False)):
+        monkeypatch.setattr(OnnxRuntimeBackend, "decode", keeping)
+        (check,) = check_conformance(bundles["streaming"], only=["I8"]).checks
+        assert check.passed is sound, check.detail
+    assert kept[0].nbytes == 8 << 20
