@@ -41,6 +41,13 @@ def export_command(
             metavar="PATTERN", help="With int8 or int4, weights that stay fp32: 'model.layers.0.*'. May be given again.", show_default=False
         ),
     ] = None,
+    target: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only graphs for onnxruntime, tensorrt-rtx or tensorrt. May be given again. Default: all that run such weights.",
+            show_default=False,
+        ),
+    ] = None,
     slack: Annotated[int, typer.Option(help="Tokens that can be rolled back.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a bundle that is there.")] = False,
     as_json: JsonOption = False,
@@ -65,6 +72,7 @@ def export_command(
             cache_dtype=cache_dtype,
             weights=weights,  # type: ignore[arg-type]  # likewise
             keep_fp32=keep_fp32 or (),
+            targets=target or None,
             overwrite=overwrite,
             progress=progress,
         )

@@ -94,6 +94,10 @@ def test_export_writes_a_bundle_and_prints_nothing_but_json_on_stdout(speaking_m
         "fp16",
         "--slack",
         4,
+        "--target",
+        "tensorrt-rtx",
+        "--target",
+        "onnxruntime",
     ]
     process = spawn("export", speaking_model, "--out", out, *options, "--json")
     stdout, stderr = process.communicate(timeout=300)
@@ -108,6 +112,7 @@ def test_export_writes_a_bundle_and_prints_nothing_but_json_on_stdout(speaking_m
     assert (manifest.policy, manifest.batch, manifest.chunk) == ("native", 2, 3)
     assert (geometry.sinks_tokens, geometry.window_tokens) == (1, 6)
     assert geometry.slack >= 4
+    assert {graph.target for graph in manifest.graphs} == {"tensorrt-rtx", "onnxruntime"}
     # Each stage is announced, and nobody else says anything.
     lines = stderr.decode().splitlines()
     assert lines[0] == f"loading {speaking_model}"

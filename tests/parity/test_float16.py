@@ -126,7 +126,7 @@ def test_angles_are_those_of_the_float32_model(parity_bundle: Bundles) -> None:
         graph = onnx.load(parity_bundle(name).path / "decode.grouped.onnx").graph
         tables.append({tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer if "digit" in tensor.name})
     half, full = tables
-    assert len(full) == 3
+    assert len(full) == 4
     for name, table in full.items():
         np.testing.assert_array_equal(half[name], table)
 
