@@ -1,4 +1,4 @@
-"""The commands that measure what a bundle is worth: perplexity, report, compare-weights, bench."""
+"""The commands that measure what a bundle is worth: perplexity, report, compare, compare-weights, bench."""
 
 from pathlib import Path
 from typing import Annotated
@@ -91,6 +91,49 @@ def report_command(
     else:
         print(out)
     if passed is False:
+        raise typer.Exit(VALIDATION_FAILED)
+
+
+@app.command("compare")
+def compare_command(
+    bundle: BundleArgument,
+    runners: Annotated[
+        str, typer.Option(help="The first is the reference: onnxruntime[:no-optimizer][:FORM], tensorrt-rtx, tensorrt.")
+    ] = "onnxruntime,tensorrt-rtx",
+    against: Annotated[
+        str | None, typer.Option(metavar="BUNDLE", help="All runners but the first run this bundle.", show_default=False)
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="What the free run goes on from. Default: the text's first tokens.", show_default=False)
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Tokens of a text, fed to all.")] = 64,
+    tokens: Annotated[int, typer.Option(help="Tokens of the free run: each runner's own likeliest ones.")] = 32,
+    tolerance: Annotated[float | None, typer.Option(help="Of max |logit|. Default: that of `validate`.", show_default=False)] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads. Default: all cores.", show_default=False)] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare runtimes, settings or forms of a step, and find the first layer that differs. Exit status 1 if the logits do."""
+    with needs_extra("export", "compare"):
+        from sinkring.exporter.compare import compare_runners
+    from sinkring.exporter.cli_compare import print_comparison
+
+    with progress_bars() as progress:
+        found = compare_runners(
+            bundle,
+            runners.split(","),
+            against=against,
+            prompt=prompt,
+            steps=steps,
+            tokens=tokens,
+            tolerance=tolerance,
+            threads=threads,
+            progress=progress,
+        )
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        print_comparison(found)
+    if not found.passed:
         raise typer.Exit(VALIDATION_FAILED)
 
 

@@ -90,9 +90,11 @@ def compile_engine(
     profiles: Mapping[str, ShapeRange],
     progress: Progress | None = None,
     options: BuilderOptions = BuilderOptions(),  # noqa: B008  # frozen
+    graph: bytes | None = None,
 ) -> CompiledEngine:
     """Parse `onnx_path` (external weights beside it), strongly typed, and compile it for `sm`.
 
+    graph: a serialized graph in place of the file's, whose weights lie beside the file, too.
     profiles: shapes of every input with a dynamic axis. An exception raised by `progress` stops the build and comes out here.
     Raises BuildError when the parser refuses the graph or the builder gives up, with their own words.
     """
@@ -101,7 +103,7 @@ def compile_engine(
     builder = trt.Builder(log)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, log)
-    if not parser.parse_from_file(str(onnx_path)):
+    if not (parser.parse_from_file(str(onnx_path)) if graph is None else parser.parse(graph, str(onnx_path))):
         errors = "; ".join(_parser_error(parser.get_error(index)) for index in range(parser.num_errors))
         raise BuildError(
             f"{onnx_path.name}: {target} {trt.__version__} cannot parse the graph: {errors or log.errors()}; export again for {target}"

@@ -16,7 +16,7 @@ from sinkring.runtime.manifest import Engine, Manifest, Role
 
 # backend and target -> its Python module; the extra of sinkring has the backend's name.
 MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-_DTYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "INT32": "int32"}
+DTYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "INT32": "int32"}
 
 
 def load_tensorrt(target: str) -> ModuleType:
@@ -39,7 +39,7 @@ class LoadedEngine:
         self._device = device
         found = find_engine(manifest, role, target, device.sm, trt.__version__, device.name)
         self.path = found.path
-        self._log = _make_log(trt)
+        self._log = make_log(trt)
         self._runtime = trt.Runtime(self._log)
         self.engine = self._runtime.deserialize_cuda_engine((bundle / found.path).read_bytes())
         if self.engine is None:
@@ -150,10 +150,10 @@ def _names(engine: Any) -> list[str]:
 
 def _tensor(engine: Any, name: str) -> tuple[str, tuple[int | None, ...]]:
     code = engine.get_tensor_dtype(name).name
-    return _DTYPES.get(code, code), tuple(None if size == -1 else int(size) for size in engine.get_tensor_shape(name))
+    return DTYPES.get(code, code), tuple(None if size == -1 else int(size) for size in engine.get_tensor_shape(name))
 
 
-def _make_log(trt: ModuleType) -> Any:
+def make_log(trt: ModuleType) -> Any:
     class Log(trt.ILogger):  # type: ignore[name-defined]
         """Keeps the last error; prints nothing."""
 
