@@ -20,6 +20,7 @@ from sinkring.exporter.builder_options import BuilderOptions
 from sinkring.exporter.bundle_writer import locked, sha256_of
 from sinkring.exporter.engine_builder import Progress, ShapeRange, check_sm, compile_engine, load_builder, present_sm
 from sinkring.exporter.plan import PlanReport, read_plan
+from sinkring.exporter.sampling_head import append_sampling_head
 from sinkring.runtime.bundle import check_consistent
 from sinkring.runtime.errors import BuildError, BundleError, UnsupportedError
 from sinkring.runtime.manifest import CONTRACT_KEY, MANIFEST_NAME, Engine, File, Graph, Manifest, Role, StateTensor
@@ -41,6 +42,7 @@ class BuildReport:
     dtype: str
     optimization_level: int | None
     workspace_mib: int | None
+    sample_top_k: int | None
     engine_path: str
     engine_bytes: int
     build_s: float
@@ -65,13 +67,14 @@ def build_engine(
     workspace_mib: int | None = None,
     timing_cache: str | Path | None = None,
     next_token: bool = False,
+    sample_top_k: int | None = None,
     progress: Progress | None = None,
 ) -> list[BuildReport]:
     """Build an engine from every graph that `bundle` holds for `target`, for every compute capability in `sm`.
 
     sm: 10 x major + minor; default 89 for "tensorrt-rtx", which needs no GPU, and the GPU that is present for "tensorrt".
     optimization_level, workspace_mib, timing_cache: see BuilderOptions; only "tensorrt" has timings to keep. next_token: decode engines
-    pick the likeliest token, for `Stream.extend` to run without the host.
+    pick the likeliest token, for `Stream.extend` to run without the host. sample_top_k: they sample it, from up to so many.
     progress: called with (phase, steps done, steps in all) while building; an exception from it cancels the build.
     Each finished engine is in the manifest before the next is begun. An older one for the same graph, target and sm is replaced.
 
@@ -80,7 +83,9 @@ def build_engine(
     PlanReport.faults).
     """
     folder = Path(bundle)
-    options = BuilderOptions(optimization_level, workspace_mib, None if timing_cache is None else Path(timing_cache), next_token)
+    options = BuilderOptions(
+        optimization_level, workspace_mib, None if timing_cache is None else Path(timing_cache), next_token, sample_top_k
+    )
     options.check_target(target)
     trt = load_builder(target)
     manifest = Manifest.read(folder)
@@ -114,7 +119,11 @@ def _build_one(folder: Path, trt: ModuleType, graph: Graph, sm: int, options: Bu
         assert progress is not None
         progress(f"{graph.role} sm{sm}: {phase}", done, steps)
 
-    compiled = compile_engine(trt, graph.target, folder / graph.path, sm, profiles, named if progress is not None else None, options)
+    top_k = options.sample_top_k if graph.role == "decode" else None
+    # The file stays as it was proven: the head is put behind its logits in memory.
+    headed = None if top_k is None else append_sampling_head(proto, top_k).SerializeToString()
+    say = named if progress is not None else None
+    compiled = compile_engine(trt, graph.target, folder / graph.path, sm, profiles, say, options, headed)
     plan = read_plan(compiled.plan_text, states, graph.tokens)
     report = BuildReport(
         role=graph.role,
@@ -124,6 +133,7 @@ def _build_one(folder: Path, trt: ModuleType, graph: Graph, sm: int, options: Bu
         dtype=manifest.dtype,
         optimization_level=options.optimization_level,
         workspace_mib=options.workspace_mib,
+        sample_top_k=top_k,
         engine_path=engine_path,
         engine_bytes=compiled.engine.nbytes,
         build_s=round(compiled.build_s, 3),

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from sinkring.runtime.device_sampling import MOST_TOP_K
 from sinkring.runtime.errors import BundleError, InputError
 
 MOST_EFFORT = 5
@@ -15,7 +16,7 @@ _MIB = 1 << 20
 class BuilderOptions:
     """optimization_level: 0 (quick to build) to 5 (longest search); workspace_mib: most scratch memory of any one kernel, in MiB;
     timing_cache: a file of kernel timings, read if it is there and written after each build. None: the builder's own default.
-    next_token: see add_next_token.
+    next_token: see add_next_token. sample_top_k: K of append_sampling_head, whose engines pick the likeliest token as well.
 
     Raises InputError for a number out of range.
     """
@@ -24,6 +25,7 @@ class BuilderOptions:
     workspace_mib: int | None = None
     timing_cache: Path | None = None
     next_token: bool = False
+    sample_top_k: int | None = None
 
     def __post_init__(self) -> None:
         level, workspace = self.optimization_level, self.workspace_mib
@@ -31,6 +33,13 @@ class BuilderOptions:
             raise InputError(f"optimization_level={level!r}: must be a whole number, 0 to {MOST_EFFORT}")
         if workspace is not None and (isinstance(workspace, bool) or not isinstance(workspace, int) or workspace < 1):
             raise InputError(f"workspace_mib={workspace!r}: must be a whole number of MiB, 1 or more")
+        top_k = self.sample_top_k
+        if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or not 2 <= top_k <= MOST_TOP_K):
+            raise InputError(f"sample_top_k={top_k!r}: must be a whole number, 2 to {MOST_TOP_K}; next_token picks the likeliest")
+        if top_k is not None and self.next_token:
+            raise InputError(
+                f"next_token and sample_top_k={top_k}: an engine that samples picks the likeliest token as well; leave next_token out"
+            )
 
     def check_target(self, target: str) -> None:
         """Raises InputError for an option that does nothing with `target`."""

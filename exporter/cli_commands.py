@@ -115,6 +115,10 @@ def build_command(
         typer.Option(metavar="FILE", help="With tensorrt: kernel timings, read and written, for quicker builds.", show_default=False),
     ] = None,
     next_token: Annotated[bool, typer.Option("--next-token", help="Decode engines pick the likeliest token by themselves.")] = False,
+    sample_top_k: Annotated[
+        int | None,
+        typer.Option(metavar="K", help="Decode engines sample by themselves, from up to K tokens. Default: do not.", show_default=False),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Build engines from a bundle and check their plans."""
@@ -133,6 +137,7 @@ def build_command(
             workspace_mib=workspace,
             timing_cache=timing_cache,
             next_token=next_token,
+            sample_top_k=sample_top_k,
             progress=progress,
         )
     reports = [json.loads(report.to_json()) for report in built]

@@ -17,6 +17,7 @@ from polygraphy.datatype import DataType
 from sinkring.runtime.backends.cuda import Device, aligned
 from sinkring.runtime.backends.device_states import HOST_DTYPES
 from sinkring.runtime.backends.engine import DTYPES, load_tensorrt, make_log
+from sinkring.runtime.device_sampling import SAMPLING_INPUTS
 from sinkring.runtime.errors import BundleError, DeviceError
 
 
@@ -77,8 +78,10 @@ class EngineRunner(BaseRunner):
         scratch_bytes = aligned(int(engine.device_memory_size_v2))
         self._context.set_device_memory(self._device.allocate(scratch_bytes, "scratch"), scratch_bytes)
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
-        self._inputs = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
-        self._outputs = [name for name in names if name not in self._inputs]
+        inputs = [name for name in names if engine.get_tensor_mode(name) == trt.TensorIOMode.INPUT]
+        self._outputs = [name for name in names if name not in inputs]
+        # What a sampling head reads stays zero: nobody looks at the token it picks.
+        self._inputs = [name for name in inputs if name not in SAMPLING_INPUTS]
         self._host: dict[str, NDArray[Any]] = {}
         self._addresses: dict[str, int] = {}
         for name in names:
@@ -88,3 +91,5 @@ class EngineRunner(BaseRunner):
             self._addresses[name] = self._addresses[alias] if alias else self._device.allocate(self._host[name].nbytes, name)
             if not self._context.set_tensor_address(name, self._addresses[name]):
                 raise DeviceError(f"{self.name}: {name!r} cannot be bound: {self._log.last()}")
+            if name in SAMPLING_INPUTS:
+                self._device.copy_in(self._addresses[name], self._host[name])

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from sinkring.runtime.backends import Backend, open_backend
 from sinkring.runtime.bundle import check_consistent, check_files
+from sinkring.runtime.device_sampling import DRAW, GREEDY
 from sinkring.runtime.errors import CapacityError, InputError
 from sinkring.runtime.manifest import Manifest
 from sinkring.runtime.metrics import Metrics, Recorder, counts_refusals
@@ -132,8 +133,12 @@ class Decoder:
             stream.took(token, self.backend.logits[stream.row, -1])
         return {stream: self.backend.logits[stream.row, -1].copy() for stream in ids}
 
-    def extend(self, stream: Stream, first: int, steps: int) -> NDArray[np.int64] | None:
-        """Called by `Stream.extend`: feed `first` and then the likeliest tokens, `steps` in all, to its row. The tokens picked, or None."""
+    def extend(self, stream: Stream, first: int, sampling: Mapping[str, NDArray[np.int64]]) -> NDArray[np.int64]:
+        """Called by `Stream.extend`: feed `first` and then the tokens that the backend picks to its row. The tokens picked, int64 [n].
+
+        sampling: the inputs of device_sampling, int64 [n], one number a step.
+        """
+        steps = len(sampling[DRAW])
         last = self.manifest.position_limit - 1
         positions = np.empty((steps, self.manifest.batch), np.int64)
         for row in range(self.manifest.batch):
@@ -144,12 +149,14 @@ class Decoder:
         for ring in self.manifest.rings:
             slots = [ring.geometry.slot(position) for position in positions.ravel().tolist()]
             inputs[ring.write_index] = np.array(slots, np.int64).reshape(positions.shape)
+        if self.backend.most_top_k > 1:
+            for name, values in sampling.items():
+                inputs[name] = np.full_like(positions, GREEDY[name])
+                inputs[name][:, stream.row] = values
         self.backend.tokens[:] = 0
         self.backend.tokens[stream.row] = first
         began = time.perf_counter()
-        picked = self.backend.decode_greedy(inputs, [row for row in self._streams if row != stream.row])
-        if picked is None:
-            return None
+        picked = self.backend.extend(inputs, [row for row in self._streams if row != stream.row])
         # Not as a decode call, whose time is that of one step.
         self.recorder.call(began, steps, decode=False)
         return picked[:, stream.row]

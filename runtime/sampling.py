@@ -138,6 +138,13 @@ class Sampler:
         index = self._draw(weights)
         return index if ids is None else int(ids[index])
 
+    def draws(self, count: int) -> NDArray[np.float64]:
+        """The numbers in [0, 1), float64 [count], that as many calls of `sample` would draw, for one who samples in its place.
+
+        Greedy draws nothing: zeros.
+        """
+        return np.zeros(count) if self.options.temperature == 0 else self._generator.random(count)
+
     def probabilities(self, logits: NDArray[np.float32]) -> NDArray[np.float64]:
         """The distribution float64 [V] that `sample` draws from, 0 for what the filters drop. Changes no state; allocates its result.
 

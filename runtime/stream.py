@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+from sinkring.runtime.device_sampling import candidates, sampling_inputs
 from sinkring.runtime.errors import CapacityError, InputError, NumericalError
 from sinkring.runtime.metrics import Recorder, counts_refusals, numerical_fault
 from sinkring.runtime.sampling import Sampler, SamplingOptions
@@ -112,22 +113,26 @@ class Stream:
         return self._generate(int(max_tokens), self._sampler_for(options), stops)
 
     @counts_refusals
-    def extend(self, tokens: int) -> NDArray[np.int64]:
-        """Append the likeliest token, `tokens` times; int64 [tokens], what `generate(tokens, stop_ids=())` yields. Raises as that does.
+    def extend(self, tokens: int, temperature: float = 0.0, top_k: int = 0, seed: int = 0) -> NDArray[np.int64]:
+        """Append `tokens` tokens; int64 [tokens], what `generate` yields with these options and stop_ids=(). Raises as that does.
 
-        Where the engine was built with next_token the device runs many steps on end: no token is looked at before the last is there.
+        Where the engine was built with next_token, or to sample from top_k or more, the device runs many steps on end: no token is looked
+        at before the last is there, and logits come to the host once, the last token's. It draws in float32, so that a draw within some
+        1e-7 of the border between two tokens may fall to the other one.
         """
+        options = SamplingOptions(temperature=temperature, top_k=top_k, seed=seed)
         if isinstance(tokens, bool) or not isinstance(tokens, int | np.integer) or tokens < 0:
             raise InputError(f"extend: tokens={tokens!r}: must be a whole number, 0 or more")
         self._require_sound()
         self._require_logits("extend")
         self._decoder.check_room(self.position, int(tokens))
+        sampler = self._sampler_for(options)
+        if tokens < 2 or candidates(options, len(self._logits)) > self._decoder.backend.most_top_k:
+            return np.fromiter(self._generate(int(tokens), sampler, frozenset()), np.int64, int(tokens))
         self._renew_logits()
         self.about_to_write(int(tokens) - 1)
-        first = self._sampler_for(SamplingOptions(temperature=0.0)).sample(self._logits)
-        picked = self._decoder.extend(self, first, int(tokens) - 1) if tokens > 1 else None
-        if picked is None:
-            return np.fromiter(self.generate(int(tokens), stop_ids=()), np.int64, int(tokens))
+        first = sampler.sample(self._logits)
+        picked = self._decoder.extend(self, first, sampling_inputs(options, sampler.draws(int(tokens) - 1)))
         self._logits[:] = self._decoder.backend.logits[self.row, -1]
         self._count(len(picked))
         fed = [first, *picked.tolist()]

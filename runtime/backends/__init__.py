@@ -22,15 +22,18 @@ class Backend(Protocol):
     position: np.ndarray
     write_index: tuple[np.ndarray, ...]
     logits: np.ndarray
+    most_top_k: int  # `extend` samples from so many tokens; 1: takes the likeliest, 0: cannot be called
 
     def decode(self, idle: Sequence[int] = ()) -> None:
         """One step of every row. The state of the rows in `idle` is afterwards what it was before, to the bit."""
 
-    def decode_greedy(self, inputs: dict[str, np.ndarray], idle: Sequence[int] = ()) -> np.ndarray | None:
-        """n steps of every row, each fed the likeliest token of the one before, without the host. None, and nothing done, if it cannot.
+    def extend(self, inputs: dict[str, np.ndarray], idle: Sequence[int] = ()) -> np.ndarray:
+        """n steps of every row, each fed the token that the one before picked, without the host in between.
 
-        inputs: `position` and each ring's write index by name, int64 [n,B]. Returns the tokens that were picked, int64 [n,B].
+        inputs: `position`, each ring's write index and, where most_top_k is above 1, those of device_sampling by name, int64 [n,B]. Returns
+        the tokens that were picked, int64 [n,B].
         """
+        ...
 
     def prefill(self, row: int, tokens: np.ndarray, position: int, write_index: tuple[int, ...], all_logits: bool) -> np.ndarray:
         """Feed T <= chunk tokens, int64 [T], to one row. float32 [T,V] or [1,V] (the last token's): overwritten by the next call."""

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from sinkring.runtime.backends.cuda import Device, aligned
 from sinkring.runtime.backends.device_inputs import DeviceInputs
 from sinkring.runtime.backends.device_states import DeviceStates
-from sinkring.runtime.backends.greedy_loop import GreedyLoop
+from sinkring.runtime.backends.token_loop import TokenLoop
 from sinkring.runtime.contract import NEXT_TOKEN
+from sinkring.runtime.device_sampling import GREEDY, SAMPLING_INPUTS
 from sinkring.runtime.errors import BundleError, InputError
 from sinkring.runtime.manifest import Manifest, Ring, Role
 
@@ -24,7 +25,7 @@ class Program(Protocol):
 
     path: str
     scratch_bytes: int
-    picks_tokens: bool  # whether it has the output `next_token`
+    most_top_k: int  # as a Backend's; above 0 it has the output `next_token`, above 1 the inputs of device_sampling as well
 
     def use_scratch(self, address: int, size_bytes: int) -> None: ...
 
@@ -54,6 +55,7 @@ class DeviceBackend:
     def __init__(self, name: str, manifest: Manifest, device: Device, load: Callable[[Role], Program], capture: bool) -> None:
         self.name = name
         self.device = device.name
+        self.most_top_k = 0
         self._manifest = manifest
         self._device = device
         self._programs: list[Program] = []
@@ -76,14 +78,13 @@ class DeviceBackend:
             self._states.put_back(idle, self.write_index)
         self._device.synchronize()
 
-    def decode_greedy(self, inputs: dict[str, NDArray[np.int64]], idle: Sequence[int] = ()) -> NDArray[np.int64] | None:
-        """n steps from `tokens` on, each fed the likeliest token of the one before. None, and nothing done, if the engine picks no tokens.
+    def extend(self, inputs: dict[str, NDArray[np.int64]], idle: Sequence[int] = ()) -> NDArray[np.int64]:
+        """n steps from `tokens` on, each fed the token that the one before picked. Only where most_top_k is above 0.
 
-        inputs: `position` and the write indices of each step, int64 [n,B] by name; those of a row in `idle` are the same in each, and its
-        state is afterwards what it was before. Returns the tokens that were picked, int64 [n,B]; `logits` are the last step's.
+        inputs: see Backend; those of a row in `idle` are the same in each step, and its state is afterwards what it was before. Returns the
+        tokens that were picked, int64 [n,B]; `logits` are the last step's.
         """
-        if self._loop is None:
-            return None
+        assert self._loop is not None, f"{self._decode.path}: picks no tokens"
         for ring in self._manifest.rings:
             for index in inputs[ring.write_index]:
                 _check_room(ring, index, 1)
@@ -144,7 +145,12 @@ class DeviceBackend:
         self._decode, self._prefill = self._programs
         self._states = DeviceStates(device, manifest)
         indices = [ring.write_index for ring in manifest.rings]
-        self._decode_inputs = DeviceInputs(device, {"tokens": (batch, 1), "position": (batch,), **dict.fromkeys(indices, (batch,))})
+        sampled = dict.fromkeys(SAMPLING_INPUTS, (batch,)) if self._decode.most_top_k > 1 else {}
+        self._decode_inputs = DeviceInputs(
+            device, {"tokens": (batch, 1), "position": (batch,), **dict.fromkeys(indices, (batch,)), **sampled}
+        )
+        for name in sampled:
+            self._decode_inputs.host[name][:] = GREEDY[name]
         self._prefill_inputs = DeviceInputs(
             device, {"tokens": (1, chunk), "rows": (chunk,), "position": (1,), **dict.fromkeys(indices, (1,))}
         )
@@ -164,7 +170,7 @@ class DeviceBackend:
         for state in manifest.states:
             for name in (state.name, state.updated):
                 self._decode.bind(name, self._states.row_address(state, 0))
-        picked = device.allocate(8 * batch, "next_token") if self._decode.picks_tokens else None
+        picked = device.allocate(8 * batch, "next_token") if self._decode.most_top_k else None
         if picked is not None:
             self._decode.bind(NEXT_TOKEN, picked)
         self._bound_row: int | None = None
@@ -173,7 +179,7 @@ class DeviceBackend:
     def _warm_up(self, capture: bool, picked: int | None) -> None:
         """Run everything once, then capture a step: a program allocates in its first run, which a capture does not allow."""
         self._graph: Any = None
-        self._loop: GreedyLoop | None = None
+        self._loop: TokenLoop | None = None
         for row in range(self._manifest.batch):
             self._states.reset_row(row)
         self.prefill(0, np.zeros(self._manifest.chunk, np.int64), 0, (0,) * len(self._manifest.rings), False)
@@ -184,7 +190,8 @@ class DeviceBackend:
                 raise BundleError(f"{self._decode.path}: cannot be captured as a CUDA graph; build it again, or open with cuda_graph=False")
             self._graph = self._device.capture(self._step)
             if picked is not None:
-                self._loop = GreedyLoop(self._device, self._decode, self._decode_inputs, picked)
+                self.most_top_k = self._decode.most_top_k
+                self._loop = TokenLoop(self._device, self._decode, self._decode_inputs, picked)
         # The warm-up wrote to the caches.
         for row in range(self._manifest.batch):
             self._states.reset_row(row)

@@ -11,6 +11,7 @@ from typing import Any
 
 from sinkring.runtime.backends.cuda import Device
 from sinkring.runtime.contract import NEXT_TOKEN, check_contract, check_tensors, expected_tensors
+from sinkring.runtime.device_sampling import DRAW, SAMPLING_INPUTS
 from sinkring.runtime.errors import BundleError, DependencyError, DeviceError
 from sinkring.runtime.manifest import Engine, Manifest, Role
 
@@ -47,8 +48,9 @@ class LoadedEngine:
                 f"{found.path}: {target} {trt.__version__} cannot load it on {device.name}, sm={device.sm}: {self._log.last()}; "
                 "build it again"
             )
-        self.picks_tokens = NEXT_TOKEN in _names(self.engine)
-        check_contract(found.path, _said_contract(bundle / found.report), manifest)
+        said = _read_report(bundle / found.report)
+        self.most_top_k: int = said.get("sample_top_k") or int(NEXT_TOKEN in _names(self.engine))
+        check_contract(found.path, said["contract"], manifest)
         _check_signature(self.engine, trt, found.path, manifest, role)
         self.scratch_bytes = int(self.engine.device_memory_size_v2)
         self.context = self.engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
@@ -113,6 +115,8 @@ def _check_signature(engine: Any, trt: ModuleType, where: str, manifest: Manifes
                 f"{where}: {name!r} is read on the host, and all tensors are bound in device memory; export and build it again"
             )
     inputs, outputs = expected_tensors(manifest, role)
+    if DRAW in modes:
+        inputs |= dict.fromkeys(SAMPLING_INPUTS, ("int64", (manifest.batch,)))
     if NEXT_TOKEN in modes:
         outputs[NEXT_TOKEN] = ("int64", (manifest.batch, 1))
     for side, mode, expected in (("input", trt.TensorIOMode.INPUT, inputs), ("output", trt.TensorIOMode.OUTPUT, outputs)):
@@ -134,14 +138,15 @@ def _check_signature(engine: Any, trt: ModuleType, where: str, manifest: Manifes
                 )
 
 
-def _said_contract(report: Path) -> dict[str, Any]:
-    """The contract of the graph that the engine was built from, which `build` read from it."""
+def _read_report(report: Path) -> dict[str, Any]:
+    """What `build` says of the engine; `contract` is that of the graph it was built from."""
     try:
-        said = json.loads(report.read_text(encoding="utf-8"))["contract"]
+        said: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
+        contract = said["contract"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
         raise BundleError(f"{report}: is no build report with a contract ({what}); build the engine again") from None
-    return said if isinstance(said, dict) else {}
+    return {**said, "contract": contract if isinstance(contract, dict) else {}}
 
 
 def _names(engine: Any) -> list[str]:

@@ -35,6 +35,7 @@ class OnnxRuntimeBackend:
     """
 
     name = "onnxruntime"
+    most_top_k = 0
 
     def __init__(
         self, bundle: Path, manifest: Manifest, target: str, *, device: str = "cpu", threads: int | None = None, **unknown: Any
@@ -78,8 +79,8 @@ class OnnxRuntimeBackend:
             for array, where, before in kept:
                 array[where] = before
 
-    def decode_greedy(self, inputs: dict[str, np.ndarray], idle: Sequence[int] = ()) -> np.ndarray | None:
-        return None
+    def extend(self, inputs: dict[str, np.ndarray], idle: Sequence[int] = ()) -> np.ndarray:
+        raise NotImplementedError("most_top_k is 0: the tokens are picked on the host")
 
     def prefill(self, row: int, tokens: np.ndarray, position: int, write_index: tuple[int, ...], all_logits: bool) -> np.ndarray:
         count = len(tokens)

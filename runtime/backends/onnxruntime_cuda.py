@@ -56,7 +56,7 @@ class CudaSession:
     """See Program. cuda_graph: see open_onnxruntime_cuda."""
 
     scratch_bytes = 0  # ONNX Runtime's arena is its own.
-    picks_tokens = False
+    most_top_k = 0
 
     def __init__(self, bundle: Path, manifest: Manifest, graph: Graph, device: Device, cuda_graph: bool) -> None:
         self.path = graph.path

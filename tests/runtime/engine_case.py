@@ -7,7 +7,9 @@ import shutil
 import sys
 from pathlib import Path
 
+import onnx
 import pytest
+from sinkring.exporter.sampling_head import append_sampling_head
 from sinkring.runtime.manifest import MANIFEST_NAME, Engine, File, Manifest
 
 from tests.runtime.cuda_double import CudaDouble
@@ -17,11 +19,17 @@ VERSION = real.__version__
 
 
 def with_engines(
-    bundle: Path, out: Path, target: str = "tensorrt-rtx", sm: int = 89, version: str = VERSION, next_token: bool = False
+    bundle: Path,
+    out: Path,
+    target: str = "tensorrt-rtx",
+    sm: int = 89,
+    version: str = VERSION,
+    next_token: bool = False,
+    sample_top_k: int | None = None,
 ) -> Path:
     """A copy of `bundle` in `out` with an engine for each graph of `target`, as `build_engine` records them.
 
-    next_token: the decode engine has that output.
+    next_token: the decode engine has that output; sample_top_k: it has a sampling head.
     """
     shutil.copytree(bundle, out)
     manifest = Manifest.read(out)
@@ -30,14 +38,19 @@ def with_engines(
     for graph in manifest.graphs:
         if graph.target != target:
             continue
+        onnx_path, top_k = out / graph.path, sample_top_k if graph.role == "decode" else None
+        if top_k:
+            onnx_path = out / "decode.headed.onnx"
+            headed = append_sampling_head(onnx.load(out / graph.path, load_external_data=False), top_k)
+            onnx_path.write_bytes(headed.SerializeToString())
         stem = f"engines/{target}-{version}-sm{sm}-{graph.role}"
         contents = {
             f"{stem}.engine": {
                 "role": graph.role,
-                "onnx": str(out / graph.path),
+                "onnx": str(onnx_path),
                 "next_token": next_token and graph.role == "decode",
             },
-            f"{stem}.json": {"contract": manifest.contract()},
+            f"{stem}.json": {"contract": manifest.contract(), "sample_top_k": top_k},
         }
         for path, content in contents.items():
             raw = json.dumps(content).encode()

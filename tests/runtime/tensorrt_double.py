@@ -118,6 +118,7 @@ class Engine:
         self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         self._inputs = {tensor.name: tensor for tensor in graph.input}
         self._outputs = {tensor.name: tensor for tensor in graph.output}
+        self._emulated = {"next_token"} if next_token else set()
         if next_token:
             batch = self._tensor("logits").shape.dim[0].dim_value
             added = onnx.helper.make_tensor_value_info("next_token", onnx.TensorProto.INT64, [batch, 1])
@@ -224,12 +225,12 @@ class Context:
         for each in bound.inputs:
             binding.bind_input(*each)
         for each in bound.outputs:
-            if each[0] != "next_token":
+            if each[0] not in self._engine._emulated:
                 binding.bind_output(*each)
         self._engine._session.run_with_iobinding(binding)
         arrays = {
             name: self._cuda.bytes_at(address, int(np.prod(shape)) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
             for name, _, _, dtype, shape, address in bound.outputs
         }
-        if "next_token" in arrays:
+        if "next_token" in self._engine._emulated:
             arrays["next_token"][...] = arrays["logits"].argmax(axis=-1)

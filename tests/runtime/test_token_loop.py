@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sinkring.runtime import open_bundle
-from sinkring.runtime.backends.greedy_loop import LOOP_STEPS
+from sinkring.runtime.backends.token_loop import LOOP_STEPS
 from sinkring.runtime.errors import InputError, NumericalError
 
 from tests.runtime.cuda_double import CudaDouble
@@ -32,7 +32,12 @@ def trt(cuda: CudaDouble, monkeypatch: pytest.MonkeyPatch) -> TensorRtDouble:
     return install_doubles(monkeypatch, cuda)
 
 
-def run(bundle: Path, extends: bool, **options: Any) -> tuple[list[int], np.ndarray, int]:
+@pytest.fixture(scope="module")
+def sampling_bundle(tiny_bundle_of_three: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_engines(tiny_bundle_of_three, tmp_path_factory.mktemp("engines") / "samples", sample_top_k=12)
+
+
+def run(bundle: Path, extends: bool, sampling: dict[str, Any] | None = None, **options: Any) -> tuple[list[int], np.ndarray, int]:
     """The tokens of two turns, past several wraps of C = 16; the logits after a last fed token; the position."""
     with open_bundle(bundle, **options) as decoder:
         other, stream = decoder.stream(), decoder.stream()
@@ -40,8 +45,9 @@ def run(bundle: Path, extends: bool, **options: Any) -> tuple[list[int], np.ndar
         before = decoder.backend.read_row(other.row)
         stream.feed(IDS[:7])
         ids: list[int] = []
+        sampling = sampling or {}
         for count in (TOKENS, 1, 5):
-            ids += stream.extend(count).tolist() if extends else stream.generate(count, stop_ids=())
+            ids += stream.extend(count, **sampling).tolist() if extends else stream.generate(count, **sampling, stop_ids=())
             if count == 1:
                 stream.feed(IDS[7:9])
         assert all((held == before[name]).all() for name, held in decoder.backend.read_row(other.row).items())
@@ -55,6 +61,53 @@ def test_extend_is_generate_without_the_host(bundle: Path, trt: TensorRtDouble, 
         got = run(bundle, extends=True, **options)
         assert (got[0], got[2]) == (ids, position)
         np.testing.assert_allclose(got[1], logits, atol=1e-4, rtol=0)
+
+
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.8, "top_k": 12, "seed": 3},
+    {"temperature": 2.5, "top_k": 5, "seed": 4},
+    {"temperature": 0.9, "top_k": 1, "seed": 5},
+    {},
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_sampled_on_the_device_is_sampled_on_the_host(
+    sampling_bundle: Path, trt: TensorRtDouble, cuda: CudaDouble, sampling: dict[str, Any]
+) -> None:
+    ids, logits, position = run(sampling_bundle, False, sampling, target="tensorrt-rtx", threads=1)
+    assert len(set(ids)) > 5
+    for options in ({"backend": "tensorrt-rtx"}, {"backend": "tensorrt-rtx", "cuda_graph": False}, {"threads": 1}):
+        got = run(sampling_bundle, True, sampling, **options)
+        assert (got[0], got[2]) == (ids, position)
+        np.testing.assert_allclose(got[1], logits, atol=1e-4, rtol=0)
+
+
+def test_sampling_launches_blocks_and_another_seed_gives_other_tokens(sampling_bundle: Path, trt: TensorRtDouble, cuda: CudaDouble) -> None:
+    with open_bundle(sampling_bundle, "tensorrt-rtx") as decoder, decoder.stream() as stream:
+        drawn = []
+        for seed in (1, 1, 2):
+            stream.reset()
+            stream.feed(IDS[:7])
+            cuda.calls.clear()
+            drawn.append(stream.extend(TOKENS, temperature=1.5, top_k=12, seed=seed).tolist())
+            assert cuda.calls == ["cudaGraphLaunch", "cudaStreamSynchronize"] * (2 + 3) + ["cudaMemcpyAsync", "cudaStreamSynchronize"]
+        assert drawn[0] == drawn[1] != drawn[2]
+        # More candidates than the head was built for are drawn from on the host.
+        cuda.calls.clear()
+        stream.extend(4, temperature=1.5, top_k=13, seed=1)
+        assert "cudaGraphLaunch" not in cuda.calls
+
+
+def test_a_snapshot_between_sampled_turns_goes_on_on_another_backend(sampling_bundle: Path, trt: TensorRtDouble, tmp_path: Path) -> None:
+    sampling = SAMPLINGS[0]
+    with open_bundle(sampling_bundle, "tensorrt-rtx") as decoder, decoder.stream() as stream:
+        stream.feed(IDS[:7])
+        stream.extend(20, **sampling)
+        stream.snapshot(tmp_path / "stream")
+        expected = stream.extend(20, **sampling).tolist()
+    with open_bundle(sampling_bundle, target="tensorrt-rtx", threads=1) as decoder:
+        assert list(decoder.restore(tmp_path / "stream").generate(20, **sampling, stop_ids=())) == expected
 
 
 def test_one_launch_for_a_block_and_logits_only_at_its_end(bundle: Path, trt: TensorRtDouble, cuda: CudaDouble) -> None:

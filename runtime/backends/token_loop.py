@@ -1,8 +1,8 @@
-"""Greedy decoding with no host work per token: the engine picks the token, and the device feeds it back.
+"""Decoding with no host work per token: the engine picks the token, and the device feeds it back.
 
-One CUDA graph holds LOOP_STEPS decode steps. Positions and slots of all of them are known beforehand and wait in pinned memory; each step
-copies its own in, runs, copies the token that it picked to where the next step reads it, and to a pinned table that the host reads at
-the end.
+One CUDA graph holds LOOP_STEPS decode steps. Positions, slots and, for sampling, random draws of all of them are known beforehand and wait
+in pinned memory; each step copies its own in, runs, copies the token that it picked to where the next step reads it, and to a pinned table
+that the host reads at the end.
 """
 
 from functools import partial
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 LOOP_STEPS = 16
 
 
-class GreedyLoop:
+class TokenLoop:
     """Made at opening, after `program` has run once.
 
     program, inputs: of the decode graph; next_token: device address of its output int64 [B,1].
