@@ -71,7 +71,7 @@ def print_inspection(found: "Inspection") -> None:
 def print_engines(engines: Sequence[EngineSummary]) -> None:
     """One row an engine; then its warnings, each with its engine's name."""
     print_table(
-        ("engine", "layers", "in-place updates", "attention kernel", "cache-sized copies", "kernels", "bytes", "seconds"),
+        ("engine", "layers", "in-place updates", "attention kernel", "cache-sized copies", "kernels", "scratch bytes", "bytes", "seconds"),
         [
             (
                 engine.path,
@@ -80,6 +80,7 @@ def print_engines(engines: Sequence[EngineSummary]) -> None:
                 engine.attention,
                 f"{engine.copies} a step" if "decode" in engine.role else f"{engine.copies} a chunk",
                 engine.kernels,
+                "not said" if engine.scratch_bytes is None else engine.scratch_bytes,
                 engine.engine_bytes,
                 round(engine.build_s, 1),
             )

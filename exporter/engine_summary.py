@@ -16,7 +16,8 @@ _NUMBERING = re.compile(r"_myl\d+_\d+$")
 @dataclass(frozen=True)
 class EngineSummary:
     """One engine. `updates_in_place` of `updates` caches are written in place; `copies` counts cache-sized copies, `rewrites` those of them
-    that write a whole cache anew; `attention` is the fused kernel that reads the caches, or how many products stand in its place.
+    that write a whole cache anew; `attention` is the fused kernel that reads the caches, or how many products stand in its place;
+    scratch_bytes: None if the builder did not say.
     """
 
     path: str
@@ -31,6 +32,7 @@ class EngineSummary:
     copies: int
     rewrites: int
     kernels: int
+    scratch_bytes: int | None
     engine_bytes: int
     build_s: float
     faults: tuple[str, ...]
@@ -56,6 +58,7 @@ class EngineSummary:
                 copies=len(copies),
                 rewrites=sum(copy["kind"] == "rewrite" for copy in copies),
                 kernels=report["plan"]["kernels"],
+                scratch_bytes=report["plan"]["scratch_bytes"],
                 engine_bytes=report["engine_bytes"],
                 build_s=report["build_s"],
                 faults=tuple(report["faults"]),

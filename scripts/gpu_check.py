@@ -1,11 +1,16 @@
-"""One table of what runs on this machine's GPU: parity with eager PyTorch, speed, bytes and memory bandwidth, by backend and dtype.
+"""The tests marked gpu, then one table of what runs on this machine's GPU: parity with eager PyTorch, speed, bytes and memory bandwidth, by
+backend and dtype.
 
 SmolLM2-135M, exported once for each dtype and kept in bundles/; TensorRT engines are built for this GPU. Parity is over 700 tokens of real
 text, past the second wrap of the ring, in chunks and then token by token. A step's time is a whole `stream.feed` of one token, logits on
 the host included: back to back, and at a cadence of one in 80 ms, when the GPU may have gone to sleep in between.
+
+With --dry-run all of this runs on a machine without a GPU, on a tiny model and on doubles of the GPU's libraries: it proves the script, and
+no figure is one of a GPU.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -16,18 +21,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from sinkring.exporter import build_engine, export_decoder
 from sinkring.exporter.bench.read_bytes import step_read_bytes
 from sinkring.exporter.cli_output import note, print_table
+from sinkring.exporter.engine_builder import check_sm, load_builder
 from sinkring.exporter.expected_logits import Expected, compute_expected
 from sinkring.exporter.export import DTYPES
 from sinkring.exporter.machine import describe_machine
 from sinkring.exporter.reference_text import read_reference_ids
 from sinkring.exporter.verdict import find_limits
 from sinkring.runtime import Manifest, SinkringError, Stream, open_bundle
+from sinkring.runtime.backends import onnxruntime_cuda
 from sinkring.runtime.backends.cuda import Device
+from sinkring.runtime.backends.engine import MODULES as ENGINE_MODULES
+from sinkring.runtime.backends.onnxruntime_cuda import PROVIDER
+from sinkring.runtime.errors import DependencyError
 
 ROOT = Path(__file__).resolve().parents[1]
+MODEL, BUNDLES = "smollm2", ROOT / "bundles"
 PARITY_TOKENS = 700
 CADENCE_S = 0.08
 BANDWIDTH_BYTES = 1 << 30
@@ -70,14 +82,27 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=500, help="timed steps back to back (%(default)s)")
     parser.add_argument("--cadence-steps", type=int, default=100, help="timed steps, one in 80 ms (%(default)s)")
     parser.add_argument("--budget", type=float, default=420, help="seconds after which no further row is begun (%(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="without a GPU: a tiny model, on doubles")
     parser.add_argument("--json", action="store_true", help="one JSON object in place of the table")
     args = parser.parse_args(arguments)
+    if not args.dry_run:
+        return check(args)
+    sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
+    from gpu_dry_run import stand_ins
+
+    with stand_ins(sys.modules[__name__]):
+        return check(args)
+
+
+def check(args: argparse.Namespace) -> int:
+    """Everything, and the exit status: 0 if all that could be run passed, 1 if something failed, 2 without a GPU."""
     began = time.monotonic()
     try:
         device = Device("gpu_check", extra="tensorrt-rtx")
     except SinkringError as error:
         note(f"gpu_check: {error}; nothing was run")
         return 2
+    tests_pass = run_tests()
     bandwidth = measure_bandwidth(device, BANDWIDTH_BYTES)
     rows, left_out = [], []
     for dtype in DTYPES:
@@ -86,38 +111,44 @@ def main(arguments: list[str] | None = None) -> int:
                 if time.monotonic() - began > args.budget:
                     raise TimeoutError(f"the budget of {args.budget:.0f} s is used up")
                 note(f"{name}, {dtype}")
-                bundle = prepare(dtype, backend)
+                bundle = prepare(dtype, backend, device.sm)
                 rows.append(measure(bundle, name, backend, options, oracle(bundle), device, bandwidth, args.steps, args.cadence_steps))
             except (SinkringError, TimeoutError) as error:
                 left_out.append(f"{name}, {dtype}: left out: {error}")
-    report(rows, left_out, device, bandwidth, args.json)
+    report(rows, left_out, device, bandwidth, tests_pass, args)
     device.close()
-    return 0 if rows and all(row.passed for row in rows) else 1
+    return 0 if tests_pass and rows and all(row.passed for row in rows) else 1
 
 
-def prepare(dtype: str, backend: str) -> Path:
-    """The bundle, with engines if the backend runs engines."""
-    bundle = ROOT / "bundles" / f"gpu-check-{dtype}"
+def run_tests() -> bool:
+    """The tests marked gpu, in this process; what they say goes to stderr. Whether all that ran passed."""
+    with contextlib.redirect_stdout(sys.stderr):
+        return pytest.main(["-q", "-n0", "-m", "gpu", "-p", "no:cacheprovider", str(ROOT / "tests" / "parity" / "test_gpu.py")]) == 0
+
+
+def prepare(dtype: str, backend: str, sm: int) -> Path:
+    """The bundle, with engines if the backend runs engines. What the backend lacks is found out before minutes are spent on a bundle."""
+    if backend in ENGINE_MODULES:
+        trt = load_builder(backend)
+        if backend == "tensorrt-rtx":
+            check_sm(trt, backend, sm)
+    elif PROVIDER not in onnxruntime_cuda.ort.get_available_providers():
+        raise DependencyError(f"this onnxruntime has no {PROVIDER}: pip uninstall onnxruntime, then pip install 'sinkring[gpu]'")
+    bundle = BUNDLES / f"gpu-check-{dtype}"
     if not bundle.exists():
-        export_decoder("smollm2", bundle, dtype=dtype)
-    if backend != "onnxruntime":
-        device = Device(backend, extra=backend)
-        sm = device.sm
-        device.close()
-        if not any((engine.target, engine.sm) == (backend, sm) for engine in Manifest.read(bundle).engines):
-            build_engine(bundle, backend, [sm])
+        export_decoder(MODEL, bundle, dtype=dtype)
+    if backend in ENGINE_MODULES and not any((engine.target, engine.sm) == (backend, sm) for engine in Manifest.read(bundle).engines):
+        build_engine(bundle, backend, [sm])
     return bundle
 
 
 def oracle(bundle: Path, known: dict[str, tuple[np.ndarray, Expected]] = {}) -> tuple[np.ndarray, Expected]:  # noqa: B006  # a cache
-    """Token ids and the oracle's logits, once for each model: its numbers do not depend on the bundle's dtype."""
+    """Token ids and the oracle's logits, once for each dtype: it computes in float32 with the weights as that dtype rounds them."""
     manifest = Manifest.read(bundle)
-    geometry = manifest.rings[0].geometry
-    key = manifest.model.source_sha256
+    key = f"{manifest.model.source_sha256} {manifest.dtype}"
     if key not in known:
         ids = read_reference_ids(bundle, manifest, PARITY_TOKENS).ids
-        window = geometry.window_tokens
-        known[key] = ids, compute_expected(str(bundle), manifest, geometry.sinks_tokens, window, ids, None, lambda *_: None)
+        known[key] = ids, compute_expected(str(bundle), manifest, ids, None, lambda *_: None)
     return known[key]
 
 
@@ -200,12 +231,14 @@ def measure_bandwidth(device: Device, size_bytes: int, rounds: int = 20) -> floa
     return 2 * size_bytes / min(timed(copy) for _ in range(rounds))
 
 
-def report(rows: list[Row], left_out: list[str], device: Device, bandwidth: float, as_json: bool) -> None:
+def report(rows: list[Row], left_out: list[str], device: Device, bandwidth: float, tests_pass: bool, args: argparse.Namespace) -> None:
     machine = describe_machine()
-    if as_json:
+    if args.json:
         facts = {"gpu": device.name, "sm": device.sm, "bandwidth_bytes_per_s": bandwidth, "machine": dataclasses.asdict(machine)}
-        print(json.dumps({**facts, "rows": [dataclasses.asdict(row) for row in rows], "left_out": left_out}))
+        said = {"dry_run": args.dry_run, "tests_pass": tests_pass, "rows": [dataclasses.asdict(row) for row in rows], "left_out": left_out}
+        print(json.dumps({**facts, **said}))
         return
+    dry = "dry run on doubles, no figure is one of a GPU: " if args.dry_run else ""
     print_table(
         [
             *("backend", "dtype", "max |Δlogit|", "tolerance", "prefill tokens/s", "tokens/s", "p50 ms", "p99 ms", "p50 ms at 80 ms"),
@@ -220,8 +253,9 @@ def report(rows: list[Row], left_out: list[str], device: Device, bandwidth: floa
             ]
             for row in rows
         ],
-        title=f"{device.name}, sm={device.sm}, copies {bandwidth / 1e9:.0f} GB/s; {machine.cpu}",
+        title=f"{dry}{device.name}, sm={device.sm}, copies {bandwidth / 1e9:.0f} GB/s; {machine.cpu}",
     )
+    print(f"the tests marked gpu {'passed' if tests_pass else 'FAILED'}")
     for line in left_out:
         print(line)
 

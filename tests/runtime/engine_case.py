@@ -32,9 +32,16 @@ def with_engines(
     next_token: the decode engine has that output; sample_top_k: it has a sampling head.
     """
     shutil.copytree(bundle, out)
+    return add_engines(out, target, sm, version, next_token, sample_top_k)
+
+
+def add_engines(
+    out: Path, target: str, sm: int = 89, version: str = VERSION, next_token: bool = False, sample_top_k: int | None = None
+) -> Path:
+    """As `with_engines`, into the bundle itself."""
     manifest = Manifest.read(out)
-    engines, files = [], []
-    (out / "engines").mkdir()
+    engines, files = list(manifest.engines), []
+    (out / "engines").mkdir(exist_ok=True)
     for graph in manifest.graphs:
         if graph.target != target:
             continue

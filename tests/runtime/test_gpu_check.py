@@ -1,5 +1,6 @@
 """scripts/gpu_check.py on the doubles: what it measures is there, and without a GPU it says so at once."""
 
+import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -63,7 +64,38 @@ def test_a_row_holds_what_was_measured(
     assert not measure(wrong).passed
     assert measure(np.where(np.arange(97) == 3, np.nan, right)).error == float("inf")
     assert script.measure_bandwidth(device, 4 << 20, rounds=2) > 0
-    script.report([row], ["tensorrt, fp32: left out: no"], device, 1e9, as_json=False)
+    arguments = SimpleNamespace(json=False, dry_run=False)
+    script.report([row], ["tensorrt, fp32: left out: no"], device, 1e9, True, arguments)
     printed = capsys.readouterr().out
     assert "Double GPU, sm=89" in printed
+    assert "the tests marked gpu passed" in printed
     assert "tensorrt, fp32: left out: no" in printed
+
+
+def test_a_dry_run_is_the_whole_script_without_a_gpu(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(script, "PARITY_TOKENS", 40)
+    monkeypatch.setattr(script, "CADENCE_S", 0.0)
+    monkeypatch.setattr(script, "DTYPES", ["fp16"])
+    asked: list[str] = []
+    monkeypatch.setattr(script, "run_tests", lambda: asked.append("tests") or True)
+    assert script.main(["--dry-run", "--steps", "3", "--cadence-steps", "2", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["dry_run"], said["gpu"], said["left_out"], asked) == (True, "Double GPU", [], ["tests"])
+    assert [row["backend"] for row in said["rows"]] == ["tensorrt-rtx", "tensorrt", "onnxruntime cuda"]
+    assert all(row["dtype"] == "float16" and 0 < row["error"] <= row["tolerance"] and row["grown_bytes"] == 0 for row in said["rows"])
+    # The stand-ins are gone.
+    assert script.MODEL == "smollm2"
+    assert "tensorrt" not in sys.modules
+
+
+def test_a_wrong_row_or_test_fails_the_dry_run(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [SimpleNamespace(passed=False), SimpleNamespace(passed=True)]
+    monkeypatch.setattr(script, "report", lambda *_: None)
+    monkeypatch.setattr(script, "prepare", lambda *_: None)
+    monkeypatch.setattr(script, "oracle", lambda *_: None)
+    for tests_pass, row, status in ((True, 0, 1), (False, 1, 1), (True, 1, 0)):
+        monkeypatch.setattr(script, "run_tests", lambda found=tests_pass: found)
+        monkeypatch.setattr(script, "measure", lambda *_, found=rows[row]: found)
+        assert script.main(["--dry-run"]) == status
