@@ -3,7 +3,8 @@ backend and dtype.
 
 SmolLM2-135M, exported once for each dtype and kept in bundles/; TensorRT engines are built for this GPU. Parity is over 700 tokens of real
 text, past the second wrap of the ring, in chunks and then token by token. A step's time is a whole `stream.feed` of one token, logits on
-the host included: back to back, and at a cadence of one in 80 ms, when the GPU may have gone to sleep in between.
+the host included: back to back, and at a cadence of one in 80 ms, when the GPU may have gone to sleep in between. `stream.extend` samples
+on the device where an engine can, and must pick the tokens that `generate` picks.
 
 With --dry-run all of this runs on a machine without a GPU, on a tiny model and on doubles of the GPU's libraries: it proves the script, and
 no figure is one of a GPU.
@@ -42,6 +43,8 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL, BUNDLES = "smollm2", ROOT / "bundles"
 PARITY_TOKENS = 700
 CADENCE_S = 0.08
+EXTENDED_TOKENS = 256
+TOP_K = 50
 BANDWIDTH_BYTES = 1 << 30
 _LINE_BYTES = 1 << 20
 
@@ -55,7 +58,9 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """error: largest |logit - oracle's|. device_bytes: what opening took on the GPU, grown_bytes: what running took beyond. Times in ms."""
+    """error: largest |logit - oracle's|. extend_agrees: whether it picked what `generate` did. device_bytes: what opening took on the GPU,
+    grown_bytes: what running took beyond. Times in ms.
+    """
 
     backend: str
     dtype: str
@@ -63,6 +68,8 @@ class Row:
     tolerance: float
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
+    extend_tokens_per_s: float
+    extend_agrees: bool
     p50_ms: float
     p99_ms: float
     cadence_p50_ms: float
@@ -74,7 +81,7 @@ class Row:
 
     @property
     def passed(self) -> bool:
-        return self.error <= self.tolerance
+        return self.error <= self.tolerance and self.extend_agrees
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -138,7 +145,7 @@ def prepare(dtype: str, backend: str, sm: int) -> Path:
     if not bundle.exists():
         export_decoder(MODEL, bundle, dtype=dtype)
     if backend in ENGINE_MODULES and not any((engine.target, engine.sm) == (backend, sm) for engine in Manifest.read(bundle).engines):
-        build_engine(bundle, backend, [sm])
+        build_engine(bundle, backend, [sm], sample_top_k=TOP_K)
     return bundle
 
 
@@ -171,6 +178,7 @@ def measure(
         error = parity(stream, ids, right.logits)
         prefill_s = timed(lambda: stream.feed(ids[: 4 * decoder.manifest.chunk]))
         back_to_back = np.array([timed(lambda token=int(token): stream.feed([token])) for token in tokens(ids, steps)])
+        extend_s, agrees = extend(stream, ids[: decoder.manifest.chunk])
         cadence = np.array(list(at_cadence(stream, tokens(ids, cadence_steps))))
         step_s = float(np.median(back_to_back))
         return Row(
@@ -180,6 +188,8 @@ def measure(
             tolerance=find_limits(bundle, decoder.manifest).relative * right.scale,
             prefill_tokens_per_s=4 * decoder.manifest.chunk / prefill_s,
             decode_tokens_per_s=1 / step_s,
+            extend_tokens_per_s=EXTENDED_TOKENS / extend_s,
+            extend_agrees=agrees,
             p50_ms=1e3 * step_s,
             p99_ms=1e3 * float(np.percentile(back_to_back, 99)),
             cadence_p50_ms=1e3 * float(np.median(cadence)),
@@ -197,6 +207,25 @@ def parity(stream: Stream, ids: np.ndarray, right: np.ndarray) -> float:
     worst = [np.abs(stream.feed(ids[:half], all_logits=True) - right[:half]).max()]
     worst += [np.abs(stream.feed(ids[at : at + 1]) - right[at]).max() for at in range(half, len(ids))]
     return float(np.max(worst)) if np.isfinite(worst).all() else float("inf")
+
+
+def extend(stream: Stream, prompt: np.ndarray) -> tuple[float, bool]:
+    """Seconds of EXTENDED_TOKENS sampled tokens, and whether they are those of `generate`."""
+    picked: list[list[int]] = []
+
+    def sample(on_device: bool) -> None:
+        sampling = {"temperature": 0.8, "top_k": TOP_K, "seed": 1}
+        if on_device:
+            picked.append(stream.extend(EXTENDED_TOKENS, **sampling).tolist())
+        else:
+            picked.append(list(stream.generate(EXTENDED_TOKENS, **sampling, stop_ids=())))
+
+    seconds = []
+    for on_device in (True, False):
+        stream.reset()
+        stream.feed(prompt)
+        seconds.append(timed(lambda on_device=on_device: sample(on_device)))
+    return seconds[0], picked[0] == picked[1]
 
 
 def tokens(ids: np.ndarray, count: int) -> np.ndarray:
@@ -241,13 +270,28 @@ def report(rows: list[Row], left_out: list[str], device: Device, bandwidth: floa
     dry = "dry run on doubles, no figure is one of a GPU: " if args.dry_run else ""
     print_table(
         [
-            *("backend", "dtype", "max |Δlogit|", "tolerance", "prefill tokens/s", "tokens/s", "p50 ms", "p99 ms", "p50 ms at 80 ms"),
+            *(
+                "backend",
+                "dtype",
+                "max |Δlogit|",
+                "tolerance",
+                "prefill tokens/s",
+                "tokens/s",
+                "extend tokens/s",
+                "p50 ms",
+                "p99 ms",
+                "p50 ms at 80 ms",
+            ),
             *("p99 ms at 80 ms", "of bandwidth", "cache bytes", "GPU bytes", "grown bytes", ""),
         ],
         [
             [
                 *(row.backend, row.dtype, f"{row.error:.2e}", f"{row.tolerance:.2e}", round(row.prefill_tokens_per_s)),
-                *(round(row.decode_tokens_per_s), *(f"{value:.3f}" for value in (row.p50_ms, row.p99_ms, row.cadence_p50_ms))),
+                *(
+                    round(row.decode_tokens_per_s),
+                    round(row.extend_tokens_per_s),
+                    *(f"{value:.3f}" for value in (row.p50_ms, row.p99_ms, row.cadence_p50_ms)),
+                ),
                 *(f"{row.cadence_p99_ms:.3f}", f"{row.bandwidth_share:.0%}", row.cache_bytes, row.device_bytes, row.grown_bytes),
                 "ok" if row.passed else "FAILED",
             ]

@@ -30,9 +30,9 @@ def stand_ins(script: ModuleType) -> Iterator[None]:
     def export_tiny(model: Path, bundle: Path, dtype: str) -> None:
         export_decoder(model, bundle, dtype=dtype, **_GEOMETRY)
 
-    def build_double(bundle: Path, backend: str, sms: list[int]) -> None:
+    def build_double(bundle: Path, backend: str, sms: list[int], sample_top_k: int | None = None) -> None:
         for sm in sms:
-            add_engines(bundle, backend, sm)
+            add_engines(bundle, backend, sm, sample_top_k=sample_top_k)
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         model = Path(folder) / "model"

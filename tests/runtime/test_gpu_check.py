@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from sinkring.runtime import open_bundle
 from sinkring.runtime.backends.cuda import Device
+from sinkring.runtime.backends.token_loop import TokenLoop
 
 from tests.runtime.cuda_double import CudaDouble
 from tests.runtime.engine_case import install_doubles, with_engines
@@ -42,7 +43,7 @@ def test_a_row_holds_what_was_measured(
 ) -> None:
     with open_bundle(tiny_bundle, target="tensorrt-rtx", threads=1) as decoder, decoder.stream() as stream:
         right = stream.feed(IDS, all_logits=True)
-    bundle = with_engines(tiny_bundle, tmp_path / "bundle")
+    bundle = with_engines(tiny_bundle, tmp_path / "bundle", sample_top_k=50)
     cuda = CudaDouble()
     install_doubles(monkeypatch, cuda)
     monkeypatch.setattr(script, "CADENCE_S", 0.0)
@@ -58,6 +59,12 @@ def test_a_row_holds_what_was_measured(
     assert (row.dtype, row.grown_bytes) == ("float32", 0)
     assert row.device_bytes > row.cache_bytes == 4096
     assert 0 < row.p50_ms <= row.p99_ms
+    assert row.extend_agrees
+    monkeypatch.setattr(TokenLoop, "run", lambda self, tokens, inputs: np.ones((len(inputs["position"]), 1), np.int64))
+    assert not measure(right).passed
+    monkeypatch.undo()
+    install_doubles(monkeypatch, cuda)
+    monkeypatch.setattr(script, "CADENCE_S", 0.0)
     assert row.decode_tokens_per_s == pytest.approx(1e3 / row.p50_ms)
     wrong = right.copy()
     wrong[-1, 5] += 0.1
