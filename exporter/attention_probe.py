@@ -12,6 +12,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 from sinkring.exporter.edited_session import open_edited
+from sinkring.runtime.backends import proving_target
 from sinkring.runtime.errors import UnsupportedError
 from sinkring.runtime.manifest import Manifest
 
@@ -42,7 +43,7 @@ class AttentionProbe:
                 f"{bundle}: has {manifest.batch} rows and {len(manifest.rings)} rings; attention is looked at in a bundle of one and one"
             )
         self._geometry = manifest.rings[0].geometry
-        graph = bundle / manifest.graph("decode", "onnxruntime").path
+        graph = bundle / manifest.graph("decode", proving_target(manifest)).path
         model = onnx.load(graph, load_external_data=False)
         groups, capacity = manifest.model.kv_heads, self._geometry.capacity
         shape = (1, groups, manifest.model.query_heads // groups, capacity)

@@ -34,12 +34,18 @@ def export_command(
     cache_dtype: Annotated[
         str | None, typer.Option(help="Numbers in the caches: fp32, or fp16 for half the bytes. Default: as --dtype.", show_default=False)
     ] = None,
-    weights: Annotated[str, typer.Option(help="How weights are stored: fp32, int8 or int4 (those for ONNX Runtime only).")] = "fp32",
+    weights: Annotated[str, typer.Option(help="How weights are stored: fp32, int8, int4, or fp8 (for engines, see --target).")] = "fp32",
     keep_fp32: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="PATTERN", help="With int8 or int4, weights that stay fp32: 'model.layers.0.*'. May be given again.", show_default=False
+            metavar="PATTERN",
+            help="With int8, int4 or fp8, weights that stay as they are: 'model.layers.0.*'. May be given again.",
+            show_default=False,
         ),
+    ] = None,
+    block: Annotated[
+        int | None,
+        typer.Option(help="With int4 for an engine, weights that share a scale: 32, 64 or 128. Default: 64.", show_default=False),
     ] = None,
     target: Annotated[
         list[str] | None,
@@ -72,6 +78,7 @@ def export_command(
             cache_dtype=cache_dtype,
             weights=weights,  # type: ignore[arg-type]  # likewise
             keep_fp32=keep_fp32 or (),
+            block=block,
             targets=target or None,
             overwrite=overwrite,
             progress=progress,

@@ -29,7 +29,7 @@ from sinkring.exporter.lower import lower_for, simplify
 from sinkring.exporter.machine import describe_machine
 from sinkring.exporter.rotary import frequencies_for
 from sinkring.exporter.targets import TARGETS, Target, find_target
-from sinkring.exporter.weight_formats import WeightFormat, check_weight_format, choose_weights
+from sinkring.exporter.weight_formats import FORMATS, WeightFormat, check_weight_format, choose_weights
 from sinkring.exporter.weights import WeightsFile
 from sinkring.models.errors import ModelError
 from sinkring.models.registry import context_tokens, find_family
@@ -46,6 +46,7 @@ from sinkring.runtime.manifest import (
     Role,
     StateTensor,
     Tokenizer,
+    WeightForm,
 )
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -73,6 +74,7 @@ def export_decoder(
     cache_dtype: str | None = None,
     weights: WeightFormat = "fp32",
     keep_fp32: Sequence[str] = (),
+    block: int | None = None,
     targets: Iterable[str] | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -86,8 +88,11 @@ def export_decoder(
     batch (B): rows of the decode graph. dtype: of the weights and of what flows between them, "fp32" or "fp16"; attention, norms, angles
     and logits are float32 in any case. cache_dtype: what keys and values are stored as, by default `dtype`, "fp32" or
     "fp16", half the bytes at a rounding of 2**-12. targets: which runtimes get graphs, by default all that can run `weights`.
-    weights: how matrices are stored, "fp32", "int8" or "int4" (blocks of 32; only ONNX Runtime runs them). keep_fp32: patterns (fnmatch)
-    of the names of weights that stay float32, such as "model.layers.0.*".
+    weights: how matrices are stored: "fp32" (as `dtype` says), "int8", "int4", "fp8". For the target "onnxruntime", the default of the
+    first two, in blocks of 32 with zero points; for "tensorrt-rtx" and "tensorrt" as DequantizeLinear without zero points, which engines
+    are built from: name `targets` of one kind. block: of int4 for an engine, how many weights share a scale: 32, 64 (the default) or 128,
+    less where the inputs of a matrix are no multiple. keep_fp32: patterns (fnmatch) of the names of weights that stay as they are, such as
+    "model.layers.0.*".
     progress is called with a line at the start of each stage.
 
     The bundle appears whole or not at all, and only once each weight and state of its decode graphs was seen to matter. Returns its
@@ -98,8 +103,12 @@ def export_decoder(
     say = progress or (lambda _: None)
     request = _check_numbers(policy, sinks, window, capacity, chunk, batch, slack, dtype)
     cache_type = _check_cache_dtype(cache_dtype, dtype)
-    check_weight_format(weights, keep_fp32)
-    chosen = _find_targets(targets, weights)
+    check_weight_format(weights, keep_fp32, block)
+    chosen, form = _find_targets(targets, weights)
+    if block is not None and form != "qdq":
+        raise InputError(
+            f"block={block} for target {chosen[0].name}, whose blocks have 32 weights: leave it out, or name an engine's target"
+        )
     check_replaceable(out, overwrite)
     say(f"loading {model}")
     try:
@@ -116,7 +125,7 @@ def export_decoder(
     check_finite(loaded.model)
     if weights != "fp32":
         say(f"quantizing to {weights}")
-    stored = choose_weights(loaded, weights, keep_fp32)
+    stored = choose_weights(loaded, weights, keep_fp32, form, block)
     try:
         with new_bundle(out, overwrite) as part:
             # Only now: what a layer was observed to ask, and its blocks, are those of the model as it was loaded.
@@ -234,20 +243,30 @@ def _check_memory(caches: CachePlan, batch: int, cache_type: torch.dtype) -> Non
         )
 
 
-def _find_targets(names: Iterable[str] | None, weights: WeightFormat) -> list[Target]:
+def _find_targets(names: Iterable[str] | None, weights: WeightFormat) -> tuple[list[Target], WeightForm]:
+    """The targets, and the one form in which they all read `weights`."""
     if names is None:
-        return [target for target in TARGETS.values() if target.takes_blocks or weights == "fp32"]
+        # Those of the first form that has the format.
+        form: WeightForm = next((form for form, formats in FORMATS.items() if weights in formats), "blocks")
+        return [target for target in TARGETS.values() if weights == "fp32" or target.weight_form == form], form
     if isinstance(names, str) or not isinstance(names, Iterable) or not (listed := list(names)):
         raise InputError(f"targets={names!r}: give a list of one or more of {', '.join(TARGETS)}")
     if wrong := [name for name in listed if not isinstance(name, str)]:
         raise InputError(f"targets: {wrong[0]!r} is {type(wrong[0]).__name__}: give a list of one or more of {', '.join(TARGETS)}")
     found = [find_target(name) for name in dict.fromkeys(listed)]
-    if weights != "fp32" and (cannot := [target.name for target in found if not target.takes_blocks]):
-        able = ", ".join(target.name for target in TARGETS.values() if target.takes_blocks)
+    if weights == "fp32":
+        return found, "blocks"
+    for target in found:
+        if target.weight_form is None or weights not in FORMATS[target.weight_form]:
+            able = [other.name for other in TARGETS.values() if other.weight_form is not None and weights in FORMATS[other.weight_form]]
+            raise UnsupportedError(f"weights={weights!r}: target {target.name} does not run them; use weights fp32, or: {', '.join(able)}")
+    first = found[0]
+    if other := next((target for target in found if target.weight_form != first.weight_form), None):
         raise UnsupportedError(
-            f"weights={weights!r}: target {cannot[0]} runs fp32 only; leave it out (targets: {able}), or use weights fp32"
+            f"weights={weights!r}: targets {first.name} and {other.name} read them in different forms; export a bundle for each"
         )
-    return found
+    assert first.weight_form is not None, "checked above"
+    return found, first.weight_form
 
 
 def _check_context(context: int, caches: CachePlan, *, chunk: int, slack: int) -> None:

@@ -30,7 +30,7 @@ _BLOCK = 1 << 20
 
 
 # Products and look-ups of weights in blocks.
-BLOCK_OPERATORS = ("MatMulNBits", "GatherBlockQuantized")
+BLOCK_OPERATORS = ("MatMulNBits", "GatherBlockQuantized", "DequantizeLinear")
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,9 @@ def _parts(model: onnx.ModelProto, tensor: TensorProto) -> list[Part]:
     """The columns that a Split behind the product with this weight takes apart."""
     columns = int(tensor.dims[-1])
     constants = {other.name: other for other in model.graph.initializer}
-    products = [node for node in model.graph.node if node.op_type == "MatMul" and tensor.name in node.input]
+    # Also of a weight that is dequantized first, and of what a product is multiplied with.
+    read = {tensor.name, *(node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear" and tensor.name in node.input)}
+    products = [node for node in model.graph.node if node.op_type in ("MatMul", "Mul") and not read.isdisjoint(node.input)]
     splits = [node for node in model.graph.node if node.op_type == "Split" and products and node.input[0] == products[0].output[0]]
     if not splits or len(splits[0].input) < 2:
         return [Part(tensor.name, 0, columns, _model_s_name(tensor.name))]

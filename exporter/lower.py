@@ -7,6 +7,7 @@ import onnx_ir.passes.common as common
 from onnxscript import optimizer
 from onnxscript.rewriter import RewritePass
 from onnxscript.rewriter.rules.fusion import _rms_normalization as rms
+from sinkring.exporter.passes.dequantize_weights import DequantizeWeights
 from sinkring.exporter.passes.merge_projections import MergeProjections
 from sinkring.exporter.passes.norm_types import WidenFusedNorms
 from sinkring.exporter.passes.quantize_projections import QuantizeProjections
@@ -15,6 +16,7 @@ from sinkring.exporter.passes.tied_head import TiedHeadToGemm
 from sinkring.exporter.passes.transpose_weights import SUFFIX, StoreWeightsTransposed
 from sinkring.exporter.passes.unit_transposes import UnitTransposesToReshapes
 from sinkring.exporter.quantize import BlockMatrix
+from sinkring.exporter.quantize_symmetric import SymmetricMatrix
 from sinkring.exporter.targets import Target
 from sinkring.runtime.manifest import Role
 
@@ -22,16 +24,20 @@ from sinkring.runtime.manifest import Role
 FOLD_LIMIT_BYTES = 1 << 14
 
 
-def simplify(model: ir.Model, blocks: Mapping[str, BlockMatrix] | None = None) -> ir.Model:
+def simplify(model: ir.Model, stored: Mapping[str, BlockMatrix | SymmetricMatrix] | None = None) -> ir.Model:
     """Clean-up of a traced graph: weights stored as they are read, constants folded, norms as one node.
 
-    blocks: the weights that are stored in blocks, by the names of their initializers; with any, the graph is one for ONNX Runtime only.
+    stored: the weights of 4 or 8 bits, by the names of their initializers. With BlockMatrix ones the graph is one for ONNX Runtime only.
     """
-    blocks = blocks or {}
+    stored = stored or {}
+    blocks = {name: matrix for name, matrix in stored.items() if isinstance(matrix, BlockMatrix)}
+    symmetric = {name: matrix for name, matrix in stored.items() if isinstance(matrix, SymmetricMatrix)}
 
     def form(weight: str) -> object:
-        matrix = blocks.get(weight.removesuffix(SUFFIX))
-        return matrix and matrix.bits
+        name = weight.removesuffix(SUFFIX)
+        if name in symmetric:
+            return symmetric[name].kind, symmetric[name].block
+        return blocks[name].bits if name in blocks else None
 
     ir.passes.Sequential(
         StoreWeightsTransposed(), TiedHeadToGemm(), MergeProjections(form), QuantizeProjections(blocks), QuantizeTable(blocks)
@@ -39,6 +45,8 @@ def simplify(model: ir.Model, blocks: Mapping[str, BlockMatrix] | None = None) -
     optimizer.optimize_ir(model, input_size_limit=FOLD_LIMIT_BYTES, output_size_limit=FOLD_LIMIT_BYTES)
     RewritePass(rms.rms_normalization_rules)(model)
     ir.passes.Sequential(
+        # Behind all that folds constants, which these are.
+        DequantizeWeights(symmetric),
         WidenFusedNorms(),
         common.CommonSubexpressionEliminationPass(),
         common.RemoveUnusedNodesPass(),

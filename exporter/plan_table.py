@@ -50,7 +50,8 @@ def plan_rows(bundle: Path, sms: Sequence[int], *, target: str = "tensorrt-rtx",
     """
     manifest = Manifest.read(bundle)
     graphs = [graph for graph in manifest.graphs if graph.target == target] or [manifest.graph("decode", target)]
-    rows = []
+    rows, weights = [], manifest.weights.format
+    dtype = manifest.dtype if weights == "fp32" else f"{manifest.dtype}, weights {weights}"
     with tempfile.TemporaryDirectory(dir=bundle.parent, prefix=f".{bundle.name}-plans-") as folder:
         copy = Path(folder) / "bundle"
         shutil.copytree(bundle, copy, copy_function=_link, ignore=shutil.ignore_patterns(ENGINES_FOLDER))
@@ -61,7 +62,7 @@ def plan_rows(bundle: Path, sms: Sequence[int], *, target: str = "tensorrt-rtx",
             only = dataclasses.replace(manifest, graphs=(graph,), engines=())
             (copy / MANIFEST_NAME).unlink()
             (copy / MANIFEST_NAME).write_text(only.to_json(), encoding="utf-8")
-            rows.append(_row(copy, manifest.dtype, graph.role, graph.tokens, target, sm))
+            rows.append(_row(copy, dtype, graph.role, graph.tokens, target, sm))
             shutil.rmtree(copy / ENGINES_FOLDER, ignore_errors=True)
     return rows
 

@@ -1,6 +1,6 @@
 """The weights of a bundle as its graphs hold them, read back for the oracle: a proof of a quantized bundle is one against these numbers.
 
-Unpacked here anew from what ONNX Runtime's operators specify, so that a mistake in how the exporter packs them is not made twice.
+Unpacked here anew from what the operators specify, so that a mistake in how the exporter packs them is not made twice.
 """
 
 from collections.abc import Iterator
@@ -44,6 +44,8 @@ def _read_matrices(path: Path) -> Iterator[tuple[list[str], NDArray[np.float32]]
     """(names of the parameters whose rows they are, weight float32 [N,K]) of each quantized node."""
     # Mapped from the weights file, and read where it is needed.
     for node in ir.load(path).graph:
+        if node.op_type == "DequantizeLinear":
+            yield _read_dequantized(node)
         if node.op_type not in ("MatMulNBits", "GatherBlockQuantized"):
             continue
         values_at, scales_at, zeros_at = (1, 2, 3) if node.op_type == "MatMulNBits" else (0, 2, 3)
@@ -57,6 +59,26 @@ def _read_matrices(path: Path) -> Iterator[tuple[list[str], NDArray[np.float32]]
         if residuals is not None and residuals.const_value is not None:
             weight += residuals.const_value.numpy().T[:, :, None]
         yield [part.removeprefix("model.") for part in stem.split("+")], weight.reshape(len(scales), -1)
+
+
+def _read_dequantized(node: ir.Node) -> tuple[list[str], NDArray[np.float32]]:
+    """The same of a weight behind DequantizeLinear: in blocks, or with one scale and a ratio for each row (see `DequantizeWeights`)."""
+    name, scales = _name(node, 0), _read(node, 1)
+    stem = name.rsplit(".", 1)[0]
+    axis, size = node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
+    values = _read(node, 0).astype(np.float32)
+    spread = np.repeat(scales.astype(np.float32), size, axis=axis) if scales.ndim else scales.astype(np.float32)
+    # As the operator rounds: to the type of its scales.
+    weight = (values * spread).astype(scales.dtype).astype(np.float32)
+    by_input = [user for user, index in node.outputs[0].uses() if user.op_type == "MatMul"]
+    if by_input:
+        weight = weight.T
+    initializers = node.graph.initializers if node.graph is not None else {}
+    for ratios in (initializers.get(f"{stem}.ratios"), initializers.get(f"{stem}.ratios.rows")):
+        if ratios is not None and ratios.const_value is not None:
+            weight = weight * ratios.const_value.numpy().astype(np.float32).reshape(-1, 1)
+            break
+    return [part.removeprefix("model.") for part in stem.split("+")], np.ascontiguousarray(weight)
 
 
 def _name(node: ir.Node, at: int) -> str:

@@ -6,21 +6,21 @@ from sinkring.exporter.passes.lower_fused import LowerToFusedAttention
 from sinkring.exporter.passes.lower_grouped import LowerToGroupedAttention
 from sinkring.exporter.passes.lowering import LowerRingAttention
 from sinkring.runtime.errors import UnsupportedError
-from sinkring.runtime.manifest import Role
+from sinkring.runtime.manifest import Role, WeightForm
 
 
 @dataclass(frozen=True)
 class Target:
     """What one runtime gets. `attention` maps a graph's role to the pass that lowers RingAttention for it.
 
-    takes_blocks: whether it runs weights of 4 or 8 bits (MatMulNBits).
+    weight_form: how weights of 4 or 8 bits are stored for it (see WeightStorage); None if it runs none.
     """
 
     name: str
     opset: int
     ir_version: int
     attention: dict[Role, type[LowerRingAttention]]
-    takes_blocks: bool = False
+    weight_form: WeightForm | None = None
 
 
 # A prefill chunk is products of matrices either way, and the grouped form is the one that neither runtime repeats K and V for.
@@ -29,10 +29,10 @@ class Target:
 TARGETS = {
     target.name: target
     for target in (
-        Target("onnxruntime", 24, 10, {"decode": LowerToGroupedAttention, "prefill": LowerToGroupedAttention}, takes_blocks=True),
-        Target("tensorrt-rtx", 24, 10, {"decode": LowerToFusedAttention, "prefill": LowerToGroupedAttention}),
+        Target("onnxruntime", 24, 10, {"decode": LowerToGroupedAttention, "prefill": LowerToGroupedAttention}, weight_form="blocks"),
+        Target("tensorrt-rtx", 24, 10, {"decode": LowerToFusedAttention, "prefill": LowerToGroupedAttention}, weight_form="qdq"),
         # The same files: TensorRT from 10.15 on takes these operators, too.
-        Target("tensorrt", 24, 10, {"decode": LowerToFusedAttention, "prefill": LowerToGroupedAttention}),
+        Target("tensorrt", 24, 10, {"decode": LowerToFusedAttention, "prefill": LowerToGroupedAttention}, weight_form="qdq"),
     )
 }
 

@@ -1,9 +1,11 @@
-"""Validation of a bundle whose weights are in blocks: what the graphs compute, what int8 inputs cost, how far the fp32 model is.
+"""Validation of a bundle with weights of 4 or 8 bits: what the graphs compute, what int8 inputs cost, how far the model is.
 
 1. The proof. The graphs run with their products in float32, everything else as it is in the file, against the oracle with the stored
    weights, under the tolerance of float32: layout, blocks, caches, windows, sinks and positions are right.
 2. The file as it is, against the same oracle: what rounding the inputs of each product to int8 (accuracy level 4) costs.
 3. The same figures against the model's own weights: what a user pays in all. Reported, and not judged.
+
+Graphs for engines (form "qdq") dequantize their weights and round no inputs: their proof is the file as it is, and 2. falls away.
 """
 
 import dataclasses
@@ -33,18 +35,15 @@ def validate_blocks(
     compare: Compare,
 ) -> Validation:
     """stored: by the oracle with the bundle's weights; original: with the model's. judge: the validation of a folder against `stored`."""
+    if manifest.weights.form == "qdq":
+        return _validate_qdq(bundle, manifest, runs, stored, original, judge, compare)
     with tempfile.TemporaryDirectory(prefix="sinkring-") as scratch:
         exact = Path(scratch) / "exact"
         copy_bundle(Path(bundle), manifest, exact)
         for path in sorted({graph.path for graph in manifest.graphs}):
             edit_graph(exact, path, put_exact_products)
         proof = judge(str(exact))
-    figures = []
-    for run in runs:
-        for title, expected in (("int8 inputs", stored), ("against the fp32 model", original)):
-            found = compare(Path(bundle), run, expected)
-            whole = Span("all", 0, len(expected.logits))
-            figures.append((title, found.region(f"{run.name}, {title}", whole, expected.margins, float("inf"))))
+    figures = _whole(bundle, runs, {"int8 inputs": stored, "against the fp32 model": original}, compare)
     rows = tuple(region for _, region in figures)
     judged = [region for title, region in figures if title == "int8 inputs"]
     return dataclasses.replace(
@@ -61,6 +60,37 @@ def validate_blocks(
             f"{len(manifest.weights.taken_over)} matrices are the source's own blocks",
         ),
     )
+
+
+def _validate_qdq(
+    bundle: str,
+    manifest: Manifest,
+    runs: tuple[Run, ...],
+    stored: Expected,
+    original: Expected,
+    judge: Callable[[str], Validation],
+    compare: Compare,
+) -> Validation:
+    proof = judge(bundle)
+    rows = tuple(region for _, region in _whole(bundle, runs, {"against the model": original}, compare))
+    return dataclasses.replace(
+        proof,
+        weights=manifest.weights.format,
+        quantized=rows,
+        failures=(*proof.failures, *_moved_too_far(manifest, stored.moved)),
+        notes=(*proof.notes, f"the stored weights are off from the model's by {_percent(stored.moved)}"),
+    )
+
+
+def _whole(bundle: str, runs: tuple[Run, ...], against: dict[str, Expected], compare: Compare) -> list[tuple[str, Region]]:
+    """(title, figures over all steps) of each run against each of the titled."""
+    figures = []
+    for run in runs:
+        for title, expected in against.items():
+            found = compare(Path(bundle), run, expected)
+            whole = Span("all", 0, len(expected.logits))
+            figures.append((title, found.region(f"{run.name}, {title}", whole, expected.margins, float("inf"))))
+    return figures
 
 
 def _percent(moved: dict[str, float]) -> str:

@@ -1,7 +1,8 @@
-"""In which form each weight of a model is stored: float32, or blocks of 4 or 8 bits.
+"""In which form each weight of a model is stored: as it is, or in 4 or 8 bits.
 
-Layers take the bits of the format; the embedding and the head take 8 in either, since they are what a small model loses most by. Blocks
-of a GGUF file are taken over as they are wherever the operators can say the same thing; all other weights are rounded.
+For ONNX Runtime (form "blocks") layers take the bits of the format; the embedding and the head take 8 in either, since they are what a
+small model loses most by. Blocks of a GGUF file are taken over as they are wherever the operators can say the same thing; all other weights
+are rounded. For engines (form "qdq") all matrices, the embedding and the head too, take the bits of the format, and all are rounded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,59 +13,72 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from sinkring.exporter.quantize import BLOCK, BlockMatrix, quantize_blocks
+from sinkring.exporter.quantize_symmetric import BLOCKS, SymmetricMatrix, largest_block, quantize_symmetric
 from sinkring.models.gguf_blocks import GgufBlocks, read_gguf_blocks
 from sinkring.models.source import LoadedModel, resolve_source
 from sinkring.runtime.errors import InputError, UnsupportedError
-from sinkring.runtime.manifest import WeightStorage
+from sinkring.runtime.manifest import WeightForm, WeightStorage
 
-WeightFormat = Literal["fp32", "int8", "int4"]
+WeightFormat = Literal["fp32", "int8", "int4", "fp8"]
+# What each form has.
+FORMATS: dict[WeightForm, tuple[str, ...]] = {"blocks": ("int8", "int4"), "qdq": ("int8", "int4", "fp8")}
+QDQ_BLOCK = 64
 _LAYER_BITS = {"int8": 8, "int4": 4}
 _TABLE_BITS = 8
 
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """blocks: by parameter name. taken_over: names whose blocks are the source file's. kept: names of the matrices left in float32."""
+    """blocks: by parameter name, all of one form. taken_over: names whose blocks are the source file's. kept: names of the matrices left
+    as they are.
+    """
 
-    blocks: dict[str, BlockMatrix]
+    blocks: dict[str, BlockMatrix] | dict[str, SymmetricMatrix]
     taken_over: tuple[str, ...]
     kept: tuple[str, ...]
+    form: WeightForm = "blocks"
 
     def described(self, weights: WeightFormat) -> WeightStorage:
-        return WeightStorage(weights, self.kept, self.taken_over)
+        return WeightStorage(weights, self.kept, self.taken_over, self.form)
 
-    def by_initializer(self, model: torch.nn.Module) -> dict[str, BlockMatrix]:
+    def by_initializer(self, model: torch.nn.Module) -> dict[str, Any]:
         """The blocks by the names that a trace of `model` gives its weights; a tied one goes by any of its names."""
         named = list(model.named_parameters(remove_duplicate=False))
         owners = {id(parameter): self.blocks[name] for name, parameter in named if name in self.blocks}
         return {f"model.{name}": owners[id(parameter)] for name, parameter in named if id(parameter) in owners}
 
 
-def check_weight_format(weights: str, keep: Sequence[str]) -> None:
-    """Raises UnsupportedError for a format that is not known, InputError for patterns that no format heeds."""
+def check_weight_format(weights: str, keep: Sequence[str], block: int | None = None) -> None:
+    """Raises UnsupportedError for a format that is not known, InputError for patterns or a block that no format heeds."""
     if weights not in get_args(WeightFormat):
         raise UnsupportedError(f"weights={weights!r} is not a format; use one of {', '.join(get_args(WeightFormat))}")
     if isinstance(keep, str) or not all(isinstance(pattern, str) and pattern for pattern in keep):
         raise InputError(f"keep_fp32={keep!r}: give a list of patterns of weight names, such as 'model.layers.0.*'")
     if keep and weights == "fp32":
         raise InputError(f"keep_fp32={keep[0]!r} with weights fp32, which keeps all: leave it out, or use weights int8 or int4")
+    if block is not None and (weights != "int4" or block not in BLOCKS):
+        raise InputError(
+            f"block={block!r} with weights {weights}: give one of {', '.join(map(str, BLOCKS))}, with weights int4 for an engine"
+        )
 
 
-def choose_weights(loaded: LoadedModel, weights: str, keep: Sequence[str]) -> StoredWeights:
+def choose_weights(
+    loaded: LoadedModel, weights: str, keep: Sequence[str], form: WeightForm = "blocks", block: int | None = None
+) -> StoredWeights:
     """The blocks of every matrix that is not kept. Patterns are those of fnmatch, against names such as model.layers.0.mlp.up_proj.weight.
 
+    form: what the targets read. block: of form "qdq" and int4, the most weights that share a scale.
     Raises InputError for a pattern that no matrix matches.
     """
     if weights == "fp32":
         return StoredWeights({}, (), ())
+    if form == "qdq":
+        return _choose_symmetric(loaded, weights, keep, block or QDQ_BLOCK)
     ours = _gguf_blocks(loaded)
     blocks: dict[str, BlockMatrix] = {}
     taken: list[str] = []
     kept: list[str] = []
-    used: set[str] = set()
-    for name, weight, is_table in _matrices(loaded.model):
-        matched = [pattern for pattern in keep if fnmatchcase(name, pattern)]
-        used.update(matched)
+    for name, weight, is_table, matched in _to_choose(loaded.model, keep):
         if matched or weight.shape[1] % BLOCK:
             kept.append(name)
             continue
@@ -73,10 +87,29 @@ def choose_weights(loaded: LoadedModel, weights: str, keep: Sequence[str]) -> St
         blocks[name] = same or quantize_blocks(weight, bits)
         if same:
             taken.append(name)
-    if unused := [pattern for pattern in keep if pattern not in used]:
-        example = next(iter(blocks), "none")
-        raise InputError(f"keep_fp32={unused[0]!r}: no weight has such a name; names look like {example}")
     return StoredWeights(blocks, tuple(taken), tuple(kept))
+
+
+def _choose_symmetric(loaded: LoadedModel, weights: Any, keep: Sequence[str], wanted: int) -> StoredWeights:
+    matrices: dict[str, SymmetricMatrix] = {}
+    kept: list[str] = []
+    for name, weight, _, matched in _to_choose(loaded.model, keep):
+        block = largest_block(weight.shape[1], wanted) if weights == "int4" else weight.shape[1]
+        if matched or block is None:
+            kept.append(name)
+        else:
+            matrices[name] = quantize_symmetric(weight, weights, block)
+    return StoredWeights(matrices, (), tuple(kept), "qdq")
+
+
+def _to_choose(model: Any, keep: Sequence[str]) -> Iterator[tuple[str, torch.Tensor, bool, bool]]:
+    """`_matrices`, each with whether a pattern of `keep` matches its name. Raises InputError, first, for a pattern that none matches."""
+    matrices = list(_matrices(model))
+    for pattern in keep:
+        if not any(fnmatchcase(name, pattern) for name, _, _ in matrices):
+            raise InputError(f"keep_fp32={pattern!r}: no weight has such a name; names look like {next(iter(matrices))[0]}")
+    for name, weight, is_table in matrices:
+        yield name, weight, is_table, any(fnmatchcase(name, pattern) for pattern in keep)
 
 
 def take_over(blocks: GgufBlocks, weight: torch.Tensor, bits: int, *, residuals: bool) -> BlockMatrix | None:

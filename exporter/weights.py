@@ -47,7 +47,9 @@ class WeightsFile:
 
     def _store(self, name: str, tensor: ir.TensorProtocol) -> ir.ExternalTensor:
         assert self._file is not None
-        data = memoryview(tensor.numpy().reshape(-1).view("uint8"))  # type: ignore[arg-type]
+        # Of 4-bit numbers two are packed in a byte, which numpy has no type for.
+        packed = tensor.dtype.bitwidth < 8
+        data = memoryview(tensor.tobytes() if packed else tensor.numpy().reshape(-1).view("uint8"))  # type: ignore[arg-type]
         key = (hashlib.sha256(data).hexdigest(), str(tensor.dtype))
         if key not in self._offsets:
             self._file.seek(-self._file.tell() % ALIGNMENT_BYTES, 1)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from sinkring.exporter.geometries import leading_geometry
 from sinkring.runtime import snapshot
+from sinkring.runtime.backends import proving_target
 from sinkring.runtime.backends.onnxruntime import OnnxRuntimeBackend
 from sinkring.runtime.decoder import Decoder
 from sinkring.runtime.errors import InputError
@@ -251,7 +252,7 @@ def _refusal_swallowed() -> Iterator[None]:
 
 
 def _decode_path(manifest: Manifest) -> str:
-    return manifest.graph("decode", "onnxruntime").path
+    return manifest.graph("decode", proving_target(manifest)).path
 
 
 def _window_short(bundle: Path, manifest: Manifest) -> None:

@@ -57,16 +57,24 @@ class Backend(Protocol):
         """Give back sessions and memory. Nothing else may be called afterwards."""
 
 
+def proving_target(manifest: Manifest) -> str:
+    """Whose graphs ONNX Runtime runs unless told otherwise."""
+    targets = [graph.target for graph in manifest.graphs]
+    return "onnxruntime" if "onnxruntime" in targets or not targets else targets[0]
+
+
 def open_backend(name: str, bundle: Path, manifest: Manifest, target: str | None, options: dict[str, Any]) -> Backend:
-    """Open the backend called `name`. `target` picks the graphs by what they were lowered for; by default the backend's own."""
+    """Open the backend called `name`. `target` picks the graphs by what they were lowered for; by default the backend's own, and where
+    ONNX Runtime has none those of the first target, which are proven in it.
+    """
     if name == "onnxruntime" and options.get("device", "cpu") != "cpu":
         from sinkring.runtime.backends.onnxruntime_cuda import open_onnxruntime_cuda
 
-        return open_onnxruntime_cuda(bundle, manifest, target or "onnxruntime", **options)
+        return open_onnxruntime_cuda(bundle, manifest, target or proving_target(manifest), **options)
     if name == "onnxruntime":
         from sinkring.runtime.backends.onnxruntime import OnnxRuntimeBackend
 
-        return OnnxRuntimeBackend(bundle, manifest, target or "onnxruntime", **options)
+        return OnnxRuntimeBackend(bundle, manifest, target or proving_target(manifest), **options)
     if name in ("tensorrt", "tensorrt-rtx"):
         from sinkring.runtime.backends.tensorrt import open_tensorrt
 

@@ -150,7 +150,7 @@ def _session(bundle: Path, manifest: Manifest, graph: Graph, threads: int | None
     options = ort.SessionOptions()
     if threads is not None:
         options.intra_op_num_threads = threads
-    if manifest.weights.format == "fp32":
+    if manifest.weights.format == "fp32" or manifest.weights.form == "qdq":
         # Prepacking copies every weight into anonymous memory, per session; unpacked, both sessions read the same mapped file. Of weights
         # in blocks the copies are small, and their kernels are many times slower without.
         options.add_session_config_entry("session.disable_prepacking", "1")
@@ -165,6 +165,8 @@ def set_common_options(options: Any) -> None:
     options.log_severity_level = _ERRORS_ONLY
     # It rearranges convolutions, of which there are none, and of 1.32 dies with a signal on some float16 graphs.
     options.add_session_config_entry("optimization.disable_specified_optimizers", "NchwcTransformer")
+    # DequantizeLinear of a weight is then computed once, when the session opens. By default it becomes a product that rounds its inputs.
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
 
 
 def open_session(bundle: Path, manifest: Manifest, graph: Graph, options: Any, providers: list[Any]) -> Any:
