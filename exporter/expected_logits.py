@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from sinkring.exporter.geometries import full_attention_geometry
-from sinkring.exporter.stored_weights import put_stored_weights
+from sinkring.exporter.stored_weights import Moved, put_stored_weights
 from sinkring.models.alibi import alibi_slopes
 from sinkring.models.anatomy import longest_reach, read_layers, trained_window_replaced, trained_windows
 from sinkring.models.errors import ModelError, SourceError
@@ -62,7 +62,7 @@ class Expected:
     turns: tuple[KeyTurn | None, ...]
     trained_window: int | None
     alibi: bool
-    moved: dict[str, float] = field(default_factory=dict)
+    moved: dict[str, Moved] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

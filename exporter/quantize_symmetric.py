@@ -98,4 +98,5 @@ def _search(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         better = error < best_error
         best_error = torch.where(better, error, best_error)
         best = (torch.where(better, values, best[0]), torch.where(better, fitted, best[1]))
-    return best
+    # With the scale that was found, each to its nearest: what a validation holds it to.
+    return torch.clamp(torch.round(blocks / best[1]), -8, 7), best[1]

@@ -4,9 +4,11 @@ Unpacked here anew from what the operators specify, so that a mistake in how the
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -16,32 +18,53 @@ from sinkring.runtime.errors import BundleError
 from sinkring.runtime.manifest import Manifest
 
 
-def put_stored_weights(network: torch.nn.Module, bundle: Path, manifest: Manifest) -> dict[str, float]:
+@dataclass(frozen=True)
+class Moved:
+    """How far a stored matrix is from the model's own. distance: norm of the difference over the norm. beyond: share of its weights that
+    are further off than rounding to the nearest of their grid explains, 0 for blocks with zero points, whose grids are not known here.
+    """
+
+    distance: float
+    beyond: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """names: of the parameters whose rows they are. weight: float32 [N,K]. nearest: float32 [N,K], most that rounding moves each."""
+
+    names: list[str]
+    weight: NDArray[np.float32]
+    nearest: NDArray[np.float32] | None = None
+
+
+def put_stored_weights(network: torch.nn.Module, bundle: Path, manifest: Manifest) -> dict[str, Moved]:
     """Give `network`, the bundle's model, the matrices that the bundle's decode graph multiplies with or looks up.
 
-    Returns by parameter name how far each was from the model's own: the norm of the difference over the norm. Raises BundleError for a
-    matrix that the model does not have.
+    Returns by parameter name how far each was from the model's own. Raises BundleError for a matrix that the model does not have.
     """
     parameters = dict(network.named_parameters(remove_duplicate=False))
-    moved: dict[str, float] = {}
-    for names, matrix in _read_matrices(bundle / manifest.graph("decode", manifest.graphs[0].target).path):
-        start = 0
-        for name in names:
+    moved: dict[str, Moved] = {}
+    for stored in _read_matrices(bundle / manifest.graph("decode", manifest.graphs[0].target).path):
+        start, matrix = 0, stored.weight
+        for name in stored.names:
             weight = parameters.get(name)
             if weight is None or weight.shape[1:] != matrix.shape[1:] or start + len(weight) > len(matrix):
-                raise BundleError(f"{bundle}: stores {matrix.shape} for {'+'.join(names)}, which the model does not have; export again")
-            stored = torch.from_numpy(matrix[start : start + len(weight)])
-            before = weight.detach().clone()
-            weight.data.copy_(stored)
-            distance = float((stored - before).norm() / before.norm().clamp(min=1e-30))
-            # A tied one is read twice, and is itself by then.
-            moved[name] = max(distance, moved.get(name, 0.0))
+                raise BundleError(
+                    f"{bundle}: stores {matrix.shape} for {'+'.join(stored.names)}, which the model does not have; export again"
+                )
+            rows = slice(start, start + len(weight))
+            off = (torch.from_numpy(matrix[rows]) - weight).numpy()
+            beyond = 0.0 if stored.nearest is None else float(np.mean(np.abs(off) > stored.nearest[rows]))
+            found = Moved(float(np.linalg.norm(off) / max(float(weight.norm()), 1e-30)), beyond)
+            weight.data.copy_(torch.from_numpy(matrix[rows]))
+            # A tied one may be read twice, and is itself by then.
+            moved.setdefault(name, found)
             start += len(weight)
     return moved
 
 
-def _read_matrices(path: Path) -> Iterator[tuple[list[str], NDArray[np.float32]]]:
-    """(names of the parameters whose rows they are, weight float32 [N,K]) of each quantized node."""
+def _read_matrices(path: Path) -> Iterator[_Stored]:
+    """What each quantized node multiplies with or looks up."""
     # Mapped from the weights file, and read where it is needed.
     for node in ir.load(path).graph:
         if node.op_type == "DequantizeLinear":
@@ -58,27 +81,37 @@ def _read_matrices(path: Path) -> Iterator[tuple[list[str], NDArray[np.float32]]
         residuals = node.graph.initializers.get(f"{stem}.residuals") if node.graph is not None else None
         if residuals is not None and residuals.const_value is not None:
             weight += residuals.const_value.numpy().T[:, :, None]
-        yield [part.removeprefix("model.") for part in stem.split("+")], weight.reshape(len(scales), -1)
+        yield _Stored([part.removeprefix("model.") for part in stem.split("+")], weight.reshape(len(scales), -1))
 
 
-def _read_dequantized(node: ir.Node) -> tuple[list[str], NDArray[np.float32]]:
-    """The same of a weight behind DequantizeLinear: in blocks, or with one scale and a ratio for each row (see `DequantizeWeights`)."""
+def _read_dequantized(node: ir.Node) -> _Stored:
+    """A weight behind DequantizeLinear: in blocks, or with one scale for all and a ratio for each row (see `DequantizeWeights`)."""
     name, scales = _name(node, 0), _read(node, 1)
     stem = name.rsplit(".", 1)[0]
     axis, size = node.attributes.get_int("axis", 1), node.attributes.get_int("block_size", 0)
-    values = _read(node, 0).astype(np.float32)
-    spread = np.repeat(scales.astype(np.float32), size, axis=axis) if scales.ndim else scales.astype(np.float32)
+    integers = _read(node, 0)
+    values = integers.astype(np.float32)
+    steps = np.repeat(scales.astype(np.float32), size, axis=axis) if scales.ndim else np.full(values.shape, scales, np.float32)
     # As the operator rounds: to the type of its scales.
-    weight = (values * spread).astype(scales.dtype).astype(np.float32)
-    by_input = [user for user, index in node.outputs[0].uses() if user.op_type == "MatMul"]
-    if by_input:
-        weight = weight.T
+    weight = (values * steps).astype(scales.dtype).astype(np.float32)
+    if any(user.op_type == "MatMul" for user, _ in node.outputs[0].uses()):
+        values, steps, weight = values.T, steps.T, weight.T
     initializers = node.graph.initializers if node.graph is not None else {}
     for ratios in (initializers.get(f"{stem}.ratios"), initializers.get(f"{stem}.ratios.rows")):
         if ratios is not None and ratios.const_value is not None:
-            weight = weight * ratios.const_value.numpy().astype(np.float32).reshape(-1, 1)
+            column = ratios.const_value.numpy().astype(np.float32).reshape(-1, 1)
+            weight, steps = weight * column, steps * column
             break
-    return [part.removeprefix("model.") for part in stem.split("+")], np.ascontiguousarray(weight)
+    # Scales, ratios and products are rounded as well, which counts most for the largest values.
+    rounding = np.abs(weight) * (4 * float(ml_dtypes.finfo(scales.dtype).eps)) + 1e-30
+    if integers.dtype == ml_dtypes.float8_e4m3fn:
+        # Half of the last of three bits, or half of the smallest number.
+        nearest = np.maximum(np.abs(weight) / 14, steps * 2.0**-10) + rounding
+    else:
+        ends = ml_dtypes.iinfo(integers.dtype)
+        clipped = (values <= ends.min) | (values >= ends.max)
+        nearest = np.where(clipped & (ends.bits == 4), np.inf, steps / 2 + rounding)
+    return _Stored([part.removeprefix("model.") for part in stem.split("+")], np.ascontiguousarray(weight), nearest.astype(np.float32))
 
 
 def _name(node: ir.Node, at: int) -> str:
@@ -91,7 +124,15 @@ def _read(node: ir.Node, at: int) -> NDArray[Any]:
     value = node.inputs[at]
     assert value is not None, f"{node.name}: the operator asks for input {at}"
     assert value.const_value is not None, f"{value.name}: is an initializer"
-    return value.const_value.numpy()
+    if not isinstance(value.const_value, ir.ExternalTensor):
+        return value.const_value.numpy()
+    # Mapped here: onnx-ir refuses files with a second hard link, as a copy of a bundle may have.
+    tensor = value.const_value
+    raw = np.memmap(tensor.path, np.uint8, "r", tensor.offset or 0, (tensor.nbytes,))
+    if tensor.dtype != ir.DataType.INT4:
+        return raw.view(tensor.dtype.numpy()).reshape(tensor.shape.numpy())
+    numbers = _unpacked(raw[None], 4)[0].astype(np.int8)[: int(np.prod(tensor.shape.numpy()))]
+    return np.where(numbers > 7, numbers - 16, numbers).astype(ml_dtypes.int4).reshape(tensor.shape.numpy())
 
 
 def _unpacked(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:

@@ -17,8 +17,8 @@ import numpy as np
 from sinkring.exporter.conformance.edited_copy import copy_bundle, edit_graph
 from sinkring.exporter.divergence import Divergence, Region, Span
 from sinkring.exporter.expected_logits import Expected
-from sinkring.exporter.stored_weights import put_exact_products
-from sinkring.exporter.verdict import MOST_MOVED, ROUNDED_KL, Run, Validation
+from sinkring.exporter.stored_weights import Moved, put_exact_products
+from sinkring.exporter.verdict import MOST_BEYOND, MOST_MOVED, ROUNDED_KL, Run, Validation
 from sinkring.runtime.manifest import Manifest
 
 # (bundle, run, the logits to compare with) -> the run's figures.
@@ -93,18 +93,25 @@ def _whole(bundle: str, runs: tuple[Run, ...], against: dict[str, Expected], com
     return figures
 
 
-def _percent(moved: dict[str, float]) -> str:
-    worst = max(moved, key=lambda name: moved[name], default=None)
-    return "nothing" if worst is None else f"{np.mean(list(moved.values())):.2%} on average, {moved[worst]:.2%} at most ({worst})"
+def _percent(moved: dict[str, Moved]) -> str:
+    worst = max(moved, key=lambda name: moved[name].distance, default=None)
+    mean = np.mean([found.distance for found in moved.values()] or [0.0])
+    return "nothing" if worst is None else f"{mean:.2%} on average, {moved[worst].distance:.2%} at most ({worst})"
 
 
-def _moved_too_far(manifest: Manifest, moved: dict[str, float]) -> list[str]:
+def _moved_too_far(manifest: Manifest, moved: dict[str, Moved]) -> list[str]:
     lines, taken_over = [], set(manifest.weights.taken_over)
-    for name, distance in moved.items():
+    for name, found in moved.items():
+        distance = found.distance
         limit = MOST_MOVED["taken over" if name in taken_over else manifest.weights.format]
         if not distance <= limit:
             said = "the source's blocks taken over explain" if name in taken_over else f"rounding to {manifest.weights.format} explains"
             lines.append(f"{name}: what is stored is {distance:.2g} of its norm off from the model's weight, more than {said} ({limit:g})")
+        if found.beyond > MOST_BEYOND:
+            lines.append(
+                f"{name}: {found.beyond:.2%} of the stored weights are not the nearest to the model's on their grid, more than "
+                f"{MOST_BEYOND:.2%}: scales or values are in another one's place"
+            )
     return lines
 
 

@@ -49,6 +49,7 @@ class Saboteur:
             "slack": all(geometry.slack > 0 for geometry in geometries if geometry.wraps),
             "angles": "angles" in self.needs and _has_angles(bundle, manifest),
             "full": full,
+            "quantized": manifest.weights.format != "fp32",
         }
         missing = [need for need in self.needs if not have[need]]
         return f"--sabotage {self.name} needs {_NEEDS[missing[0]]}" if missing else None
@@ -63,6 +64,7 @@ _NEEDS = {
     "slack": "a bundle with slack",
     "angles": "a bundle with rotary angles: ALiBi takes distances from the slots",
     "full": "--suite full",
+    "quantized": "a bundle with weights of 4 or 8 bits for engines",
 }
 
 
@@ -300,6 +302,27 @@ def _ignored_weight(bundle: Path, manifest: Manifest) -> None:
     edit_graph(bundle, _decode_path(manifest), ignore)
 
 
+def _scale_shifted(bundle: Path, manifest: Manifest) -> None:
+    """Every block, or every output, of a quantized weight takes the scale of the one before it."""
+    from onnx import numpy_helper
+    from sinkring.exporter.conformance.edited_copy import edit_graph
+
+    def shift(model: Any) -> None:
+        constants = {tensor.name: tensor for tensor in model.graph.initializer}
+        for node in model.graph.node:
+            if node.op_type != "DequantizeLinear":
+                continue
+            stem = node.input[0].rsplit(".", 1)[0]
+            for name in (node.input[1], f"{stem}.ratios", f"{stem}.ratios.rows"):
+                if name in constants and constants[name].dims:
+                    array = numpy_helper.to_array(constants[name], base_dir=str(bundle))
+                    axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+                    moved = np.roll(array, 1, axis if array.shape[axis] > 1 and name == node.input[1] else int(np.argmax(array.shape)))
+                    constants[name].CopyFrom(numpy_helper.from_array(moved, name))
+
+    edit_graph(bundle, _decode_path(manifest), shift)
+
+
 SABOTEURS = (
     Saboteur(
         "clamped-write", ("I1",), "a chunk that would pass the ring's end is written further up", _clamped_write, needs=("wraps", "chunks")
@@ -325,6 +348,7 @@ SABOTEURS = (
     Saboteur("growing-buffer", ("I8",), "each step keeps 32 logits", _growing_buffer),
     Saboteur("float32-positions", ("I9",), "positions are rounded to float32", _float32_positions, needs=("wraps", "angles")),
     Saboteur("ignored-weight", ("I10",), "one weight of the decode graph is not read", edit=_ignored_weight),
+    Saboteur("scale-shifted", ("I2", "I3"), "each block of a weight has its neighbour's scale", edit=_scale_shifted, needs=("quantized",)),
     Saboteur("refusal-swallowed", ("I11",), "ids outside the vocabulary are wrapped into it", _refusal_swallowed),
     Saboteur("one-form-short", ("I12",), "one decode graph's mask is one token short", edit=_one_form_short, needs=("window", "wraps")),
 )
