@@ -13,6 +13,7 @@ import onnx
 from numpy.typing import NDArray
 from sinkring.exporter.edited_session import open_edited
 from sinkring.runtime.backends import proving_target
+from sinkring.runtime.bfloat16 import element_type, host_dtype
 from sinkring.runtime.errors import UnsupportedError
 from sinkring.runtime.manifest import Manifest
 
@@ -43,7 +44,7 @@ class AttentionProbe:
                 f"{bundle}: has {manifest.batch} rows and {len(manifest.rings)} rings; attention is looked at in a bundle of one and one"
             )
         self._geometry = manifest.rings[0].geometry
-        graph = bundle / manifest.graph("decode", proving_target(manifest)).path
+        graph = bundle / manifest.graph("decode", proving_target(manifest)).cpu_path
         model = onnx.load(graph, load_external_data=False)
         groups, capacity = manifest.model.kv_heads, self._geometry.capacity
         shape = (1, groups, manifest.model.query_heads // groups, capacity)
@@ -59,12 +60,16 @@ class AttentionProbe:
         model.graph.output.extend(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name in wanted)
         self._session = open_edited(model, bundle, threads=threads)
         self._token, self._position, self._slot = np.zeros((1, 1), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
-        self._states = {state.name: np.zeros(state.shape, np.dtype(state.dtype)) for state in manifest.states}
+        self._states = {state.name: np.zeros(state.shape, host_dtype(state.dtype)) for state in manifest.states}
         self._logits = np.zeros((1, 1, manifest.model.vocab_size), np.float32)
         self._binding = self._session.io_binding()
-        inputs = {"tokens": self._token, "position": self._position, manifest.rings[0].write_index: self._slot, **self._states}
+        inputs = {"tokens": self._token, "position": self._position, manifest.rings[0].write_index: self._slot}
+        outputs = {"logits": self._logits, **wanted}
         # A state is written in place: it is bound as input and as output.
-        outputs = {"logits": self._logits, **{state.updated: self._states[state.name] for state in manifest.states}, **wanted}
+        for state in manifest.states:
+            array, kind = self._states[state.name], element_type(state.dtype)
+            self._binding.bind_input(state.name, "cpu", 0, kind, array.shape, array.ctypes.data)
+            self._binding.bind_output(state.updated, "cpu", 0, kind, array.shape, array.ctypes.data)
         for name, array in inputs.items():
             self._binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
         for name, array in outputs.items():

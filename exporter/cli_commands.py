@@ -30,9 +30,10 @@ def export_command(
     ] = None,
     chunk: Annotated[int, typer.Option(help="Tokens of a prompt that are read in one call.")] = 64,
     batch: Annotated[int, typer.Option(help="Streams side by side.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Numbers in weights and arithmetic: fp32, fp16.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="Numbers in weights and arithmetic: fp32, fp16, bf16.")] = "fp32",
     cache_dtype: Annotated[
-        str | None, typer.Option(help="Numbers in the caches: fp32, or fp16 for half the bytes. Default: as --dtype.", show_default=False)
+        str | None,
+        typer.Option(help="Numbers in the caches: fp32, or fp16 or bf16 for half the bytes. Default: as --dtype.", show_default=False),
     ] = None,
     weights: Annotated[str, typer.Option(help="How weights are stored: fp32, int8, int4, or fp8 (for engines, see --target).")] = "fp32",
     keep_fp32: Annotated[

@@ -14,7 +14,8 @@ from sinkring.exporter.edited_session import open_edited
 from sinkring.exporter.engine_builder import compile_engine
 from sinkring.exporter.engine_runner import EngineRunner
 from sinkring.runtime.backends.engine import MODULES, find_engine
-from sinkring.runtime.errors import InputError
+from sinkring.runtime.bfloat16 import BFLOAT16
+from sinkring.runtime.errors import InputError, UnsupportedError
 from sinkring.runtime.manifest import Manifest
 
 NO_OPTIMIZER = "no-optimizer"
@@ -66,6 +67,11 @@ def parse_runner(text: str, bundle: Path, manifest: Manifest) -> RunnerSpec:
         raise InputError(f"runner {text!r}: {backend!r} is not known; known: {', '.join((_ONNXRUNTIME, *sorted(MODULES)))}")
     forms = {path.split(".")[1]: path for path in sorted({graph.path for graph in manifest.graphs if graph.role == "decode"})}
     known = () if backend in MODULES else (NO_OPTIMIZER, *forms)
+    if BFLOAT16 in (manifest.dtype, manifest.cache_dtype):
+        raise UnsupportedError(
+            f"{bundle}: has {manifest.dtype} with {manifest.cache_dtype} caches, and Polygraphy's runners take no bfloat16; compare "
+            "an fp32 or fp16 export of the model, or run validate"
+        )
     if odd := [option for option in options if option not in known]:
         takes = f"it takes: {', '.join(known)}" if known else "it takes none"
         raise InputError(f"runner {text!r}: {odd[0]!r} is no option of {backend}; {takes}")

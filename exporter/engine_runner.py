@@ -9,14 +9,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 from polygraphy.backend.base import BaseRunner
 from polygraphy.common import TensorMetadata
 from polygraphy.datatype import DataType
 from sinkring.runtime.backends.cuda import Device, aligned
-from sinkring.runtime.backends.device_states import HOST_DTYPES
 from sinkring.runtime.backends.engine import DTYPES, load_tensorrt, make_log
+from sinkring.runtime.bfloat16 import host_dtype
 from sinkring.runtime.device_sampling import SAMPLING_INPUTS
 from sinkring.runtime.errors import BundleError, DeviceError
 
@@ -86,7 +85,7 @@ class EngineRunner(BaseRunner):
         self._addresses: dict[str, int] = {}
         for name in names:
             dtype = DTYPES[engine.get_tensor_dtype(name).name]
-            self._host[name] = self._device.pinned(tuple(engine.get_tensor_shape(name)), np.dtype(HOST_DTYPES.get(dtype, dtype)))
+            self._host[name] = self._device.pinned(tuple(engine.get_tensor_shape(name)), host_dtype(dtype))
             alias = engine.get_aliased_input_tensor(name) if name in self._outputs else None
             self._addresses[name] = self._addresses[alias] if alias else self._device.allocate(self._host[name].nbytes, name)
             if not self._context.set_tensor_address(name, self._addresses[name]):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from sinkring.exporter.influence import ATTEMPTS, ProbedGraph
+from sinkring.runtime.bfloat16 import to_host
 from sinkring.runtime.errors import UnsupportedError
 from sinkring.runtime.manifest import Manifest, Ring
 from sinkring.runtime.ring import RingGeometry
@@ -34,7 +35,7 @@ def check_everything_used(bundle: Path, manifest: Manifest, say: Callable[[str],
     if any(ring.geometry.sinks_tokens + ring.geometry.window_tokens == 1 for ring in manifest.rings):
         say("checking nothing of what counts: with a window of one token and no sinks neither queries nor keys nor states can matter")
         return
-    for path in sorted({graph.path for graph in manifest.graphs if graph.role == "decode"}):
+    for path in sorted({graph.cpu_path for graph in manifest.graphs if graph.role == "decode"}):
         _check_graph(*_filled(bundle, path, manifest), path, manifest, say)
 
 
@@ -69,7 +70,7 @@ def _filled(bundle: Path, path: str, manifest: Manifest) -> tuple[ProbedGraph, i
     ends = [geometry.most_tokens for geometry in _geometries(manifest) if geometry.most_tokens is not None]
     at = min([end - 1 for end in ends] or [max(geometry.capacity for geometry in _geometries(manifest)) + 1])
     ids = np.random.default_rng(0).integers(0, vocab, _TOKENS + 1, dtype=np.int64)
-    feeds: dict[str, NDArray[Any]] = {state.name: np.full(state.shape, state.initial, state.dtype) for state in manifest.states}
+    feeds: dict[str, NDArray[Any]] = {state.name: np.full(state.shape, to_host(state.initial, state.dtype)) for state in manifest.states}
     graph = ProbedGraph(bundle, path, feeds, vocab)
     fed = min(_TOKENS, at)
     for position in range(fed):

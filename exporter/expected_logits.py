@@ -24,6 +24,8 @@ from sinkring.runtime.manifest import Manifest, Policy
 
 # Steps that a control is compared over, counted from the first one whose attended set it gets wrong.
 CONTROL_STEPS = 32
+# The dtypes of a manifest whose weights are rounded.
+NARROW = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 Progress = Callable[[str, int, int], None]
 
@@ -78,12 +80,20 @@ class _Streamed:
 
 
 def compute_expected(
-    bundle: str, manifest: Manifest, ids: NDArray[np.int64], model: str | None, progress: Progress, *, stored: bool = False
+    bundle: str,
+    manifest: Manifest,
+    ids: NDArray[np.int64],
+    model: str | None,
+    progress: Progress,
+    *,
+    stored: bool = False,
+    rounded: bool = True,
 ) -> Expected:
     """Load the bundle's model (`model`, or the manifest's source) and run the oracle over ids int64 [N]. The model is freed on return.
 
     Sinks and window are the manifest's for the layers that were trained with full attention, where a linear cache is a window of N tokens;
-    the other layers' windows are the model's. stored: with the weights that the bundle stores in place of the model's.
+    the other layers' windows are the model's. stored: with the weights that the bundle stores in place of the model's. rounded: with
+    weights of the bundle's dtype, else with those of float32.
 
     Raises BundleError if the source is missing or is not what the bundle was exported from, UnsupportedError for what the oracle refuses.
     """
@@ -92,10 +102,10 @@ def compute_expected(
     progress("loading the model", 0, 1)
     try:
         network = load_model(source).model
-        if manifest.dtype == "float16":
+        if rounded and (narrow := NARROW.get(manifest.dtype)) is not None:
             # The graph's own weights: what is proven is what it computes with them, not what rounding them cost.
             for weight in network.parameters():
-                weight.data = weight.data.half().float()
+                weight.data = weight.data.to(narrow).float()
         moved = put_stored_weights(network, Path(bundle), manifest) if stored else {}
         progress("loading the model", 1, 1)
         right = _asked(bundle, manifest, network, len(ids))
@@ -118,6 +128,23 @@ def compute_expected(
     gc.collect()
     margins = top2_margin(logits).numpy()
     return Expected(logits.numpy(), margins, float(logits.abs().max()), tuple(wrong), source, turns, right.trained, alibi, moved)
+
+
+def compute_eager(bundle: str, manifest: Manifest, ids: NDArray[np.int64], model: str | None, progress: Progress) -> NDArray[np.float32]:
+    """Logits float32 [N, V] of eager PyTorch in the bundle's own dtype, which must be one of 16 bits: what rounding costs there."""
+    source = model or manifest.model.source
+    check_source(bundle, manifest, source)
+    try:
+        network = load_model(source).model
+        right = _asked(bundle, manifest, network, len(ids))
+        with _layer_progress(network, len(ids), f"eager PyTorch in {manifest.dtype}", progress):
+            oracle = streaming_logits if manifest.policy == "streaming" else masked_dense_logits
+            trained = nullcontext() if right.trained is None else trained_window_replaced(network, right.trained)
+            with trained:
+                logits = oracle(network, torch.from_numpy(ids), right.sinks, right.window, narrow=NARROW[manifest.dtype])
+    except ModelError as error:
+        raise UnsupportedError(f"{bundle}: eager PyTorch cannot run it in {manifest.dtype}: {error}") from None
+    return logits.float().numpy()
 
 
 def _asked(bundle: str, manifest: Manifest, network: Any, steps: int) -> _Streamed:

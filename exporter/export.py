@@ -25,7 +25,7 @@ from sinkring.exporter.cache_plan import (
 from sinkring.exporter.everything_used import check_everything_used
 from sinkring.exporter.finite import check_finite
 from sinkring.exporter.frontend import trace_step
-from sinkring.exporter.lower import lower_for, simplify
+from sinkring.exporter.lower import lower_for, simplify, widen
 from sinkring.exporter.machine import describe_machine
 from sinkring.exporter.rotary import frequencies_for
 from sinkring.exporter.targets import TARGETS, Target, find_target
@@ -51,8 +51,7 @@ from sinkring.runtime.manifest import (
 
 TOKENIZER_NAME = "tokenizer.json"
 CHAT_TEMPLATE_NAME = "chat_template.jinja"
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
-CACHE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # File systems stop at 255; the folder that becomes the bundle is called `.NAME.01234567.part` until then.
 LONGEST_NAME_BYTES = 240
 
@@ -85,9 +84,9 @@ def export_decoder(
     sinks (S, default 4), window (W, the current token included, default 256), chunk (longest prefill call), slack (tokens that can be
     rolled back): tokens. capacity: full attention instead of sinks and a window, policy "native": a linear cache that is full after so
     many tokens and from which any number can be rolled back.
-    batch (B): rows of the decode graph. dtype: of the weights and of what flows between them, "fp32" or "fp16"; attention, norms, angles
-    and logits are float32 in any case. cache_dtype: what keys and values are stored as, by default `dtype`, "fp32" or
-    "fp16", half the bytes at a rounding of 2**-12. targets: which runtimes get graphs, by default all that can run `weights`.
+    batch (B): rows of the decode graph. dtype: of the weights and of what flows between them, "fp32", "fp16" or "bf16"; attention, norms,
+    angles and logits are float32 in any case. cache_dtype: what keys and values are stored as, by default `dtype`, "fp32" or half the
+    bytes: "fp16" at a rounding of 2**-12, "bf16" at 2**-9. targets: which runtimes get graphs, by default all that can run `weights`.
     weights: how matrices are stored: "fp32" (as `dtype` says), "int8", "int4", "fp8". For the target "onnxruntime", the default of the
     first two, in blocks of 32 with zero points; for "tensorrt-rtx" and "tensorrt" as DequantizeLinear without zero points, which engines
     are built from: name `targets` of one kind. block: of int4 for an engine, how many weights share a scale: 32, 64 (the default) or 128,
@@ -104,6 +103,11 @@ def export_decoder(
     request = _check_numbers(policy, sinks, window, capacity, chunk, batch, slack, dtype)
     cache_type = _check_cache_dtype(cache_dtype, dtype)
     check_weight_format(weights, keep_fp32, block)
+    if weights != "fp32" and dtype == "bf16":
+        raise UnsupportedError(
+            f"weights={weights!r} with dtype='bf16': no runtime here multiplies such weights with bfloat16; use dtype fp32, whose caches "
+            "may still be bf16 (cache_dtype)"
+        )
     chosen, form = _find_targets(targets, weights)
     if block is not None and form != "qdq":
         raise InputError(
@@ -197,9 +201,9 @@ def _check_cache_dtype(cache_dtype: str | None, dtype: str) -> torch.dtype:
     """A cache is as wide as the rows that are written to it, or narrower, or float32."""
     if cache_dtype is None or cache_dtype == dtype:
         return DTYPES[dtype]
-    if not isinstance(cache_dtype, str) or cache_dtype not in CACHE_DTYPES:
-        raise UnsupportedError(f"cache_dtype {cache_dtype!r} is not supported; use one of {', '.join(CACHE_DTYPES)}")
-    return CACHE_DTYPES[cache_dtype]
+    if not isinstance(cache_dtype, str) or cache_dtype not in DTYPES:
+        raise UnsupportedError(f"cache_dtype {cache_dtype!r} is not supported; use one of {', '.join(DTYPES)}")
+    return DTYPES[cache_dtype]
 
 
 def _round_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -290,17 +294,23 @@ def _check_context(context: int, caches: CachePlan, *, chunk: int, slack: int) -
 def _save_graphs(
     part: Path, weights: WeightsFile, simplified: ir.Model, role: Role, tokens: int, targets: list[Target], plan: Manifest
 ) -> list[Graph]:
-    """One file per form; targets that take the same form share it. Each carries the contract of `plan`."""
-    files: dict[type, str] = {}
+    """One file per form, and its widened one if it computes in bfloat16; targets that take the same form share them. Each carries the
+    contract of `plan`."""
+    files: dict[type, tuple[str, str | None]] = {}
     graphs = []
     for target in targets:
         form = target.attention[role]
         if form not in files:
-            files[form] = f"{role}.{form.FORM}.onnx"
             lowered = lower_for(target, role, simplified)
-            lowered.metadata_props[CONTRACT_KEY] = json.dumps(plan.contract(), sort_keys=True)
-            weights.save_graph(lowered, part / files[form])
-        graphs.append(Graph(role=role, target=target.name, path=files[form], tokens=tokens))
+            widened = widen(lowered)
+            stem = f"{role}.{form.FORM}"
+            files[form] = f"{stem}.onnx", None if widened is None else f"{stem}.widened.onnx"
+            for graph, name in ((lowered, files[form][0]), (widened, files[form][1])):
+                if graph is not None and name is not None:
+                    graph.metadata_props[CONTRACT_KEY] = json.dumps(plan.contract(), sort_keys=True)
+                    weights.save_graph(graph, part / name)
+        path, wide_path = files[form]
+        graphs.append(Graph(role=role, target=target.name, path=path, tokens=tokens, widened=wide_path))
     return graphs
 
 

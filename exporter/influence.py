@@ -5,7 +5,8 @@ the changed tensor is in memory beside the file, which is mapped.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,8 @@ import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import TensorProto, external_data_helper, helper, numpy_helper
-from sinkring.exporter.edited_session import open_edited
+from sinkring.exporter.edited_session import open_edited, run_session
+from sinkring.runtime.bfloat16 import round_to_bfloat16, widen_bfloat16
 
 # Of a tensor's own root mean square: as large as what it holds, so that its effect is far above rounding.
 PERTURBATION = 1.0
@@ -59,6 +61,7 @@ class ProbedGraph:
     def __init__(self, folder: Path, path: str, feeds: dict[str, NDArray[Any]], vocab: int) -> None:
         self._folder, self.feeds, self._vocab = folder, feeds, vocab
         model = onnx.load(folder / path, load_external_data=False)
+        self._narrow = {value.name for value in model.graph.input if value.type.tensor_type.elem_type == TensorProto.BFLOAT16}
         self._weights = {tensor.name: tensor for tensor in model.graph.initializer if _is_weight(tensor)}
         first_reader = {name: index for index, node in reversed(list(enumerate(model.graph.node))) for name in node.input}
         in_order = sorted(self._weights, key=lambda name: first_reader.get(name, -1))
@@ -78,7 +81,7 @@ class ProbedGraph:
     def _logits(self, changed: dict[str, NDArray[Any]], attempt: int, blocks: bool) -> NDArray[np.float32]:
         tokens = (self.feeds["tokens"] + attempt * 7) % self._vocab
         session = self._block_session if blocks else self._session
-        (out,) = session.run(["logits"], {**self.feeds, **changed, "tokens": tokens})
+        (out,) = run_session(session, ["logits"], {**self.feeds, **changed, "tokens": tokens})
         found: NDArray[np.float32] = out[0, -1]
         return found
 
@@ -101,8 +104,7 @@ class ProbedGraph:
 
     def outputs(self, names: Sequence[str]) -> list[NDArray[Any]]:
         """Of one run with the feeds as they are."""
-        found: list[NDArray[Any]] = self._session.run(list(names), self.feeds)
-        return found
+        return run_session(self._session, names, self.feeds)
 
     def effect(self, changed: dict[str, NDArray[Any]]) -> float:
         """Largest |change| of a logit. One token may by chance look so little at itself that its own key and value vanish in rounding.
@@ -119,26 +121,43 @@ class ProbedGraph:
         return 0.0
 
     def changed_weight(self, part: Part) -> dict[str, NDArray[Any]]:
-        array = np.array(self._read(self._weights[part.weight]))
-        add_noise(array[..., part.start : part.stop], PERTURBATION)
+        tensor = self._weights[part.weight]
+        narrow = tensor.data_type == TensorProto.BFLOAT16
+        array = np.array(self._read(tensor))
+        with _numbers(array, narrow) as numbers:
+            add_noise(numbers[..., part.start : part.stop], PERTURBATION)
         return {part.weight: array}
 
     def changed_state(self, state: str, slots: Sequence[int] | None = None) -> dict[str, NDArray[Any]]:
         """The whole of the state, or by more the rows in `slots` of its second last axis."""
         array = self.feeds[state].copy()
-        if slots is None:
-            add_noise(array, PERTURBATION)
-        for slot in slots or ():
-            add_noise(array[..., slot, :], SLOT_PERTURBATION)
+        with _numbers(array, state in self._narrow) as numbers:
+            if slots is None:
+                add_noise(numbers, PERTURBATION)
+            for slot in slots or ():
+                add_noise(numbers[..., slot, :], SLOT_PERTURBATION)
         return {state: array}
 
     def _read(self, tensor: TensorProto) -> NDArray[Any]:
+        """As numpy holds it: bfloat16 as its bits, uint16."""
+        narrow = tensor.data_type == TensorProto.BFLOAT16
         if not external_data_helper.uses_external_data(tensor):
-            return numpy_helper.to_array(tensor)
+            array = numpy_helper.to_array(tensor)
+            return array.view(np.uint16) if narrow else array
         where = external_data_helper.ExternalDataInfo(tensor)
-        return np.memmap(
-            self._folder / where.location, helper.tensor_dtype_to_np_dtype(tensor.data_type), "r", where.offset or 0, tuple(tensor.dims)
-        )
+        dtype = np.dtype(np.uint16) if narrow else helper.tensor_dtype_to_np_dtype(tensor.data_type)
+        return np.memmap(self._folder / where.location, dtype, "r", where.offset or 0, tuple(tensor.dims))
+
+
+@contextmanager
+def _numbers(array: NDArray[Any], narrow: bool) -> Iterator[NDArray[Any]]:
+    """The array itself, to be changed; of the bits of bfloat16 (`narrow`) their numbers, which are rounded back at the end."""
+    if not narrow:
+        yield array
+        return
+    numbers = widen_bfloat16(array)
+    yield numbers
+    array[...] = round_to_bfloat16(numbers)
 
 
 def largest_difference(actual: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
@@ -163,17 +182,20 @@ def add_noise(array: NDArray[Any], times: float) -> None:
 
 def _is_weight(tensor: TensorProto) -> bool:
     # What has one number is a constant of the form, like the scale or the mask's minus infinity: a wrong one fails the parity.
-    return tensor.data_type in (TensorProto.FLOAT, TensorProto.FLOAT16) and int(np.prod(list(tensor.dims))) > 1
+    return tensor.data_type in (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16) and int(np.prod(list(tensor.dims))) > 1
 
 
 def _parts(model: onnx.ModelProto, tensor: TensorProto) -> list[Part]:
     """The columns that a Split behind the product with this weight takes apart."""
     columns = int(tensor.dims[-1])
     constants = {other.name: other for other in model.graph.initializer}
-    # Also of a weight that is dequantized first, and of what a product is multiplied with.
-    read = {tensor.name, *(node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear" and tensor.name in node.input)}
+    # Also of a weight that is dequantized or cast first, and of what a product is multiplied with.
+    read = _cast(model, tensor.name) | {
+        node.output[0] for node in model.graph.node if node.op_type == "DequantizeLinear" and tensor.name in node.input
+    }
     products = [node for node in model.graph.node if node.op_type in ("MatMul", "Mul") and not read.isdisjoint(node.input)]
-    splits = [node for node in model.graph.node if node.op_type == "Split" and products and node.input[0] == products[0].output[0]]
+    results = _cast(model, products[0].output[0]) if products else set()
+    splits = [node for node in model.graph.node if node.op_type == "Split" and node.input[0] in results]
     if not splits or len(splits[0].input) < 2:
         return [Part(tensor.name, 0, columns, _model_s_name(tensor.name))]
     sizes = numpy_helper.to_array(constants[splits[0].input[1]]).tolist()
@@ -183,6 +205,11 @@ def _parts(model: onnx.ModelProto, tensor: TensorProto) -> list[Part]:
     if len(names) != len(sizes):
         names = [f"columns {stop - size} to {stop} of {_model_s_name(tensor.name)}" for size, stop in zip(sizes, stops, strict=True)]
     return [Part(tensor.name, stop - size, stop, name) for size, stop, name in zip(sizes, stops, names, strict=True)]
+
+
+def _cast(model: onnx.ModelProto, name: str) -> set[str]:
+    """A tensor and what are but casts of it: in a widened graph they stand between a weight, its product and what takes that apart."""
+    return {name, *(node.output[0] for node in model.graph.node if node.op_type == "Cast" and node.input[0] == name)}
 
 
 def _model_s_name(initializer: str) -> str:

@@ -134,7 +134,8 @@ def _graphs(folder: Path, manifest: Manifest) -> Iterator[GraphSummary]:
     """One summary a file: targets that take the same form share it."""
     uses: dict[str, list[Graph]] = {}
     for graph in manifest.graphs:
-        uses.setdefault(graph.path, []).append(graph)
+        for path in dict.fromkeys((graph.path, graph.cpu_path)):
+            uses.setdefault(path, []).append(graph)
     for path, graphs in uses.items():
         try:
             model = onnx.load(folder / path, load_external_data=False)

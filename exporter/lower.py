@@ -15,6 +15,7 @@ from sinkring.exporter.passes.quantize_table import QuantizeTable
 from sinkring.exporter.passes.tied_head import TiedHeadToGemm
 from sinkring.exporter.passes.transpose_weights import SUFFIX, StoreWeightsTransposed
 from sinkring.exporter.passes.unit_transposes import UnitTransposesToReshapes
+from sinkring.exporter.passes.widen import WidenBfloat16Arithmetic, computes_in_bfloat16
 from sinkring.exporter.quantize import BlockMatrix
 from sinkring.exporter.quantize_symmetric import SymmetricMatrix
 from sinkring.exporter.targets import Target
@@ -59,6 +60,15 @@ def simplify(model: ir.Model, stored: Mapping[str, BlockMatrix | SymmetricMatrix
         for value in node.outputs:
             value.metadata_props.clear()
     return model
+
+
+def widen(lowered: ir.Model) -> ir.Model | None:
+    """A copy of a lowered graph (weights shared with it) for where there is no bfloat16 arithmetic; None if it has none."""
+    if not any(computes_in_bfloat16(node) for node in lowered.graph):
+        return None
+    widened = lowered.clone()
+    WidenBfloat16Arithmetic()(widened)
+    return widened
 
 
 def lower_for(target: Target, role: Role, simplified: ir.Model) -> ir.Model:

@@ -13,12 +13,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 from sinkring.exporter.divergence import Divergence, age_spans
-from sinkring.exporter.expected_logits import Expected, Progress, compute_expected
+from sinkring.exporter.expected_logits import Expected, Progress, compute_eager, compute_expected
 from sinkring.exporter.geometries import leading_geometry, most_tokens
 from sinkring.exporter.machine import describe_machine
 from sinkring.exporter.reference_text import ReferenceIds, read_reference_ids
+from sinkring.exporter.unrounded import rounds_to_bfloat16
 from sinkring.exporter.validate_blocks import validate_blocks
+from sinkring.exporter.validate_rounded import prove_unrounded, validate_rounded
 from sinkring.exporter.verdict import Run, Validation, find_failures, find_limits, judge_control, measure_growth
+from sinkring.runtime.bfloat16 import BFLOAT16
 from sinkring.runtime.bundle import check_consistent, check_files
 from sinkring.runtime.decoder import Decoder, open_bundle
 from sinkring.runtime.errors import BundleError, InputError
@@ -58,15 +61,30 @@ def validate_bundle(
     say: Progress = progress or (lambda stage, done, total: None)
     stored = manifest.weights.format != "fp32"
     expected = compute_expected(str(bundle), manifest, reference.ids, model, say, stored=stored)
+
+    def judge(folder: str, made: Manifest) -> Validation:
+        return judge_runs(folder, made, runs, notes, reference, expected, say)
+
+    if rounds_to_bfloat16(manifest) and not stored:
+        return validate_rounded(
+            str(bundle),
+            manifest,
+            runs,
+            expected,
+            compute_expected(str(bundle), manifest, reference.ids, model, say, rounded=False),
+            compute_eager(str(bundle), manifest, reference.ids, model, say) if manifest.dtype == BFLOAT16 else None,
+            judge,
+            lambda folder, run, right: _compare(folder, run, manifest, reference.ids, right, say),
+        )
     if not stored:
-        return judge_runs(str(bundle), manifest, runs, notes, reference, expected, say)
+        return judge(str(bundle), manifest)
     return validate_blocks(
         str(bundle),
         manifest,
         runs,
         expected,
         compute_expected(str(bundle), manifest, reference.ids, model, say),
-        lambda folder: judge_runs(folder, manifest, runs, notes, reference, expected, say),
+        lambda folder: prove_unrounded(folder, manifest, judge) if rounds_to_bfloat16(manifest) else judge(folder, manifest),
         lambda folder, run, right: _compare(folder, run, manifest, reference.ids, right, say)[0],
     )
 
@@ -140,7 +158,7 @@ def plan_runs(path: Path, manifest: Manifest, target: str | None, steps: int) ->
     # One token at a time goes to the decode graph, so chunks of one would not run prefill at all.
     with_chunks = steps > 1 and manifest.chunk > 1
     for name in targets:
-        decode, prefill = manifest.graph("decode", name).path, manifest.graph("prefill", name).path
+        decode, prefill = manifest.graph("decode", name).cpu_path, manifest.graph("prefill", name).cpu_path
         shared.setdefault(("decode", (decode,)), []).append(name)
         if with_chunks:
             shared.setdefault(("chunks", (prefill, decode)), []).append(name)

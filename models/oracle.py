@@ -50,23 +50,33 @@ def attended(query: int, sinks: int, window: int) -> list[int]:
 
 @torch.no_grad()
 def masked_dense_logits(
-    model: PreTrainedModel, ids: Tensor, sinks: int, window: int, start_position: int = 0, exact_angles: bool = True
+    model: PreTrainedModel,
+    ids: Tensor,
+    sinks: int,
+    window: int,
+    start_position: int = 0,
+    exact_angles: bool = True,
+    narrow: torch.dtype | None = None,
 ) -> Tensor:
     """Logits [N, V] of the native policy for ids [N] int64, in the model's dtype.
 
     Eager Hugging Face attention over the whole sequence under an explicit additive mask in layers with full attention, and under Hugging
     Face's own in the others. Token i of the stream is at position start_position + i. The model's angles are computed in float64;
-    exact_angles=False leaves its own float32 ones. Memory: a few times H * N * N numbers. Raises UnsupportedModel, ModelError.
+    exact_angles=False leaves its own float32 ones. narrow: see `streaming_logits`.
+    Memory: a few times H * N * N numbers. Raises UnsupportedModel, ModelError.
     """
     layers = _check(model, ids, sinks, window)
     dense = partial(_dense, start_position=start_position, exact=exact_angles)
     _probe(model, layers, ids, {"native": _dense})
+    _narrow(model, narrow)
     return dense(model, layers, ids, sinks, window)
 
 
 @torch.no_grad()
-def streaming_logits(model: PreTrainedModel, ids: Tensor, sinks: int, window: int) -> Tensor:
+def streaming_logits(model: PreTrainedModel, ids: Tensor, sinks: int, window: int, narrow: torch.dtype | None = None) -> Tensor:
     """Logits [N, V] of the streaming policy for ids [N] int64, in the model's dtype (float32 or float64).
+
+    narrow: a type of 16 bits that the model is rounded to, for good, and runs in: no oracle, but what rounding does to eager PyTorch.
 
     For each query on its own: gather the un-rotated keys of its cache, rotate each by its index in that cache and the query by the last
     index, attend. A layer does so for all queries of the stream, in blocks, if it lets its attention be replaced and asks for no more than
@@ -74,6 +84,7 @@ def streaming_logits(model: PreTrainedModel, ids: Tensor, sinks: int, window: in
     """
     layers = _check(model, ids, sinks, window)
     form = _probe(model, layers, ids, {"streaming, in blocks": _streaming_in_blocks, "streaming": _streaming_in_steps})
+    _narrow(model, narrow)
     return form(model, layers, ids, sinks, window)
 
 
@@ -86,6 +97,13 @@ def streaming_logits_stepwise(model: PreTrainedModel, ids: Tensor, sinks: int, w
     layers = _check(model, ids, sinks, window)
     form = _probe(model, layers, ids, {"streaming": _streaming_in_steps})
     return form(model, layers, ids, sinks, window)
+
+
+def _narrow(model: PreTrainedModel, dtype: torch.dtype | None) -> None:
+    """Weights only: rotary frequencies are buffers, and stay as transformers keeps them."""
+    if dtype is not None:
+        for weight in model.parameters():
+            weight.data = weight.data.to(dtype)
 
 
 def top2_margin(logits: Tensor) -> Tensor:

@@ -58,6 +58,7 @@ def _named_paths(manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "weights", WEIGHTS_NAME
     for graph in manifest.graphs:
         yield "graphs", graph.path
+        yield "graphs: widened", graph.cpu_path
     for engine in manifest.engines:
         yield "engines", engine.path
         yield "engines: report", engine.report

@@ -82,12 +82,22 @@ class File:
 
 @dataclass(frozen=True)
 class Graph:
-    """One ONNX graph. `target` says what it was lowered for ("onnxruntime", "tensorrt-rtx"); `tokens` is its largest T."""
+    """One ONNX graph. `target` says what it was lowered for ("onnxruntime", "tensorrt-rtx"); `tokens` is its largest T.
+
+    widened: of a graph that computes in bfloat16, the file that a CPU runs in its place: the same nodes, each with its inputs cast to
+    float32 and its results rounded back to bfloat16. None where `path` itself runs on a CPU.
+    """
 
     role: Role
     target: str
     path: str
     tokens: int
+    widened: str | None = None
+
+    @property
+    def cpu_path(self) -> str:
+        """What ONNX Runtime runs on a CPU."""
+        return self.widened or self.path
 
 
 @dataclass(frozen=True)

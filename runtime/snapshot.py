@@ -2,7 +2,7 @@
 
 A safetensors file: one row of every state tensor by its name, the last logits, and in its metadata `sinkring`, a JSON object of the
 format's version, the bundle's identity and the stream's counters and sampler, and `sha256`, that of the file with this one value zeroed:
-no byte of the file, padding included, can change unseen.
+no byte of the file, padding included, can change unseen. Caches of bfloat16 are stored as their bits, uint16.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+from sinkring.runtime.bfloat16 import host_dtype
 from sinkring.runtime.errors import BundleError, DependencyError, InputError
 from sinkring.runtime.manifest import Manifest
 from sinkring.runtime.sampling import Sampler, SamplingOptions
@@ -115,7 +116,7 @@ def _check_content(path: Path, manifest: Manifest, stream: dict[str, Any], tenso
             raise BundleError(f"snapshot {path}: {what}; it was not written by sinkring, use another one")
 
     vocab = manifest.model.vocab_size
-    expected = {state.name: (tuple(_row_shape(manifest, state.name)), state.dtype) for state in manifest.states}
+    expected = {state.name: (tuple(_row_shape(manifest, state.name)), str(host_dtype(state.dtype))) for state in manifest.states}
     expected[LOGITS] = ((vocab,), "float32")
     for name, form in expected.items():
         found = tensors.get(name)

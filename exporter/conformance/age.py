@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from sinkring.exporter.conformance.findings import Check, not_of_this_bundle
 from sinkring.exporter.conformance.subject import Subject, feed_in_pieces
 from sinkring.exporter.expected_logits import KeyTurn
+from sinkring.runtime.bfloat16 import from_host, to_host
 from sinkring.runtime.stream import Stream
 
 AGES = (10**3, 10**6, (1 << 24) + 1, 1 << 40)
@@ -79,7 +80,9 @@ def _install_older(subject: Subject, stream: Stream, record: dict[str, Any], ten
         ring = tensors[state.name]
         turn = subject.expected.turns[state.layer]
         if state.name in keys and turn is not None:
-            ring = _turned(ring, turn, tokens, geometry.sinks_tokens if subject.manifest.policy == "streaming" else 0)
+            numbers = from_host(ring, state.dtype)
+            older = _turned(numbers, turn, tokens, geometry.sinks_tokens if subject.manifest.policy == "streaming" else 0)
+            ring = to_host(older, state.dtype)
         sinks, others = np.split(ring, [geometry.sinks_tokens], axis=2)
         # A token that is `tokens` older lies that many slots further on.
         aged[state.name] = np.concatenate([sinks, np.roll(others, tokens % geometry.slots, axis=2)], axis=2)

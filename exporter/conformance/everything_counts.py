@@ -19,7 +19,7 @@ def check_everything(subject: Subject) -> Check:
     tried: list[str] = []
     smallest, which = float("inf"), ""
     states = _states_at_full_ring(subject)
-    for path in sorted({graph.path for graph in subject.manifest.graphs}):
+    for path in sorted({graph.cpu_path for graph in subject.manifest.graphs}):
         graph = _Graph(subject, path, states)
         off = subject.off(graph.logits({}, 0), subject.full_at + graph.tokens - 1)
         if not off <= subject.tolerance:
@@ -60,7 +60,7 @@ class _Graph(ProbedGraph):
     def __init__(self, subject: Subject, path: str, states: dict[str, NDArray[Any]]) -> None:
         self._subject = subject
         manifest, at = subject.manifest, subject.full_at
-        decodes = path in {graph.path for graph in manifest.graphs if graph.role == "decode"}
+        decodes = path in {graph.cpu_path for graph in manifest.graphs if graph.role == "decode"}
         batch = manifest.batch if decodes else 1
         # Prefill is run with more than one token where it can, but not across the end of a ring.
         self.tokens = 1 if decodes else min(3, manifest.chunk, *(geometry.room(at) for geometry in subject.geometries))

@@ -3,6 +3,7 @@
 import numpy as np
 from sinkring.exporter.conformance.findings import Check
 from sinkring.exporter.conformance.subject import Subject, feed_in_pieces, largest_difference, stream_on_row
+from sinkring.runtime.bfloat16 import to_host
 from sinkring.runtime.decoder import Decoder
 
 POISONS = (np.nan, np.inf, -np.inf, 1e30)
@@ -46,7 +47,9 @@ def check_resets(subject: Subject) -> Check:
 
 
 def _poison(decoder: Decoder, row: int, value: float) -> None:
-    state = decoder.backend.read_row(row)
-    # A finite one stays finite, also in caches of a type that does not reach so far.
-    held = {name: min(value, float(np.finfo(array.dtype).max)) if np.isfinite(value) else value for name, array in state.items()}
-    decoder.backend.write_row(row, {name: np.full_like(array, held[name]) for name, array in state.items()})
+    held = decoder.backend.read_row(row)
+    for state in decoder.manifest.states:
+        # A finite one stays finite, also in float16, which does not reach so far.
+        most = float(np.finfo(np.float16).max) if state.dtype == "float16" else np.inf
+        held[state.name][...] = to_host(min(value, most) if np.isfinite(value) else value, state.dtype)
+    decoder.backend.write_row(row, held)

@@ -254,16 +254,16 @@ def _refusal_swallowed() -> Iterator[None]:
 
 
 def _decode_path(manifest: Manifest) -> str:
-    return manifest.graph("decode", proving_target(manifest)).path
+    return manifest.graph("decode", proving_target(manifest)).cpu_path
 
 
 def _window_short(bundle: Path, manifest: Manifest) -> None:
-    for path in {graph.path for graph in manifest.graphs}:
+    for path in {graph.cpu_path for graph in manifest.graphs}:
         _shorten_window(bundle, path)
 
 
 def _one_form_short(bundle: Path, manifest: Manifest) -> None:
-    paths = sorted({graph.path for graph in manifest.graphs if graph.role == "decode"} - {_decode_path(manifest)})
+    paths = sorted({graph.cpu_path for graph in manifest.graphs if graph.role == "decode"} - {_decode_path(manifest)})
     _shorten_window(bundle, paths[0] if paths else _decode_path(manifest))
 
 
@@ -281,8 +281,12 @@ def _sink_dropped(bundle: Path, manifest: Manifest) -> None:
         sink_from[..., np.flatnonzero(sink_from.ravel() < never)[-1]] = never
         return sink_from
 
-    for path in {graph.path for graph in manifest.graphs}:
+    for path in {graph.cpu_path for graph in manifest.graphs}:
         edit_graph(bundle, path, lambda model: change_constant(model, ".sink_from", without_last))
+
+
+# float32, float16, bfloat16 in ONNX.
+_FLOATS = (1, 10, 16)
 
 
 def _ignored_weight(bundle: Path, manifest: Manifest) -> None:
@@ -290,7 +294,7 @@ def _ignored_weight(bundle: Path, manifest: Manifest) -> None:
     from sinkring.exporter.conformance.edited_copy import edit_graph
 
     def ignore(model: Any) -> None:
-        norm = [tensor for tensor in model.graph.initializer if tensor.data_type == 1 and len(tensor.dims) == 1][-1]
+        norm = [tensor for tensor in model.graph.initializer if tensor.data_type in _FLOATS and len(tensor.dims) == 1][-1]
         copy = model.graph.initializer.add()
         copy.CopyFrom(norm)
         copy.name = f"{norm.name}.copy"

@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from sinkring.runtime.backends.cuda import ALIGNMENT_BYTES, Device
+from sinkring.runtime.bfloat16 import host_dtype
 from sinkring.runtime.errors import UnsupportedError
 from sinkring.runtime.manifest import DTYPE_BYTES, Manifest, StateTensor
-
-# numpy has no bfloat16: its bits, as they are.
-HOST_DTYPES = {"bfloat16": "uint16"}
 
 
 @dataclass(frozen=True)
@@ -107,8 +105,7 @@ class DeviceStates:
 
     def _staged(self, state: StateTensor) -> NDArray[Any]:
         """One row of a state in the pinned memory that all of them share."""
-        dtype = HOST_DTYPES.get(state.dtype, state.dtype)
-        return self._staging[: self._row_bytes[state.name]].view(dtype).reshape(1, *state.shape[1:])
+        return self._staging[: self._row_bytes[state.name]].view(host_dtype(state.dtype)).reshape(1, *state.shape[1:])
 
     def _move(self, rows: Sequence[int], write_index: tuple[NDArray[np.int64], ...], back: bool) -> None:
         for block in self._blocks:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sinkring.runtime.bfloat16 import element_type, to_host
 from sinkring.runtime.contract import Tensors, check_contract, check_tensors, expected_tensors
 from sinkring.runtime.errors import BundleError, DependencyError, InputError
-from sinkring.runtime.manifest import CONTRACT_KEY, Graph, Manifest, StateTensor
+from sinkring.runtime.manifest import CONTRACT_KEY, Graph, Manifest, Role, StateTensor
 
 try:
     import onnxruntime as ort
@@ -24,7 +25,13 @@ _ERRORS_ONLY = 3
 # ONNX Runtime starts as many as it is told, until the system gives it no more and the process dies without a word.
 _MOST_THREADS = max(256, os.cpu_count() or 1)
 DEVICE = "cpu"
-_NUMPY_NAMES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int64)": "int64", "tensor(int32)": "int32"}
+_NUMPY_NAMES = {
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(bfloat16)": "bfloat16",
+    "tensor(int64)": "int64",
+    "tensor(int32)": "int32",
+}
 
 
 class OnnxRuntimeBackend:
@@ -52,7 +59,7 @@ class OnnxRuntimeBackend:
         self.position = np.zeros(batch, np.int64)
         self.write_index = tuple(np.zeros(batch, np.int64) for _ in manifest.rings)
         self.logits = np.zeros((batch, 1, vocab), np.float32)
-        self._states = {state.name: np.full(state.shape, state.initial, np.dtype(state.dtype)) for state in manifest.states}
+        self._states = {state.name: np.full(state.shape, to_host(state.initial, state.dtype)) for state in manifest.states}
         self._chunk_tokens = np.zeros(manifest.chunk, np.int64)
         self._chunk_rows = np.zeros(manifest.chunk, np.int64)
         self._chunk_position = np.zeros(1, np.int64)
@@ -106,7 +113,7 @@ class OnnxRuntimeBackend:
 
     def reset_row(self, row: int) -> None:
         for state in self._manifest.states:
-            self._row(state, row)[...] = state.initial
+            self._row(state, row)[...] = to_host(state.initial, state.dtype)
 
     def addresses(self) -> dict[str, int]:
         return {name: array.ctypes.data for name, array in self._states.items()}
@@ -128,8 +135,7 @@ class OnnxRuntimeBackend:
             _bind_input(binding, ring.write_index, index)
         _bind_output(binding, "logits", self.logits)
         for state in self._manifest.states:
-            _bind_input(binding, state.name, self._states[state.name])
-            _bind_output(binding, state.updated, self._states[state.name])
+            _bind_state(binding, state, self._states[state.name])
         return binding
 
     def _bind_prefill(self, row: int) -> Any:
@@ -141,8 +147,7 @@ class OnnxRuntimeBackend:
             view = self._row(state, row)
             # A row is bound by its address, so its bytes must lie in one piece.
             assert view.flags.c_contiguous, f"{state.name}: the batch axis must be the first"
-            _bind_input(binding, state.name, view)
-            _bind_output(binding, state.updated, view)
+            _bind_state(binding, state, view)
         return binding
 
 
@@ -157,7 +162,7 @@ def _session(bundle: Path, manifest: Manifest, graph: Graph, threads: int | None
     if graph.role == "prefill":
         # A pattern is kept for each shape that was ever seen, and T varies.
         options.enable_mem_pattern = False
-    return open_session(bundle, manifest, graph, options, ["CPUExecutionProvider"])
+    return open_session(bundle, manifest, graph.role, graph.cpu_path, options, ["CPUExecutionProvider"])
 
 
 def set_common_options(options: Any) -> None:
@@ -169,17 +174,17 @@ def set_common_options(options: Any) -> None:
     options.add_session_config_entry("session.disable_quant_qdq", "1")
 
 
-def open_session(bundle: Path, manifest: Manifest, graph: Graph, options: Any, providers: list[Any]) -> Any:
-    """An InferenceSession of a graph that is what the manifest says. Raises BundleError."""
+def open_session(bundle: Path, manifest: Manifest, role: Role, path: str, options: Any, providers: list[Any]) -> Any:
+    """An InferenceSession of the file of a graph that is what the manifest says. Raises BundleError."""
     set_common_options(options)
+    where = str(bundle / path)
     try:
-        session = ort.InferenceSession(str(bundle / graph.path), options, providers=providers)
+        session = ort.InferenceSession(where, options, providers=providers)
     except Exception as error:  # onnxruntime raises classes of its own for each status code
         raise BundleError(
-            f"{bundle / graph.path}: onnxruntime {ort.__version__} cannot load it ({' '.join(str(error).split())}); export again"
+            f"{where}: onnxruntime {ort.__version__} cannot load it ({' '.join(str(error).split())}); export again"
         ) from error
-    where = str(bundle / graph.path)
-    inputs, outputs = expected_tensors(manifest, graph.role)
+    inputs, outputs = expected_tensors(manifest, role)
     check_tensors(where, "graph", "input", _tensors(session.get_inputs()), inputs)
     check_tensors(where, "graph", "output", _tensors(session.get_outputs()), outputs)
     check_contract(where, json.loads(session.get_modelmeta().custom_metadata_map.get(CONTRACT_KEY, "{}")), manifest)
@@ -192,6 +197,13 @@ def _tensors(nodes: Any) -> Tensors:
         node.name: (_NUMPY_NAMES.get(node.type, node.type), tuple(size if isinstance(size, int) else None for size in node.shape))
         for node in nodes
     }
+
+
+def _bind_state(binding: Any, state: StateTensor, array: np.ndarray) -> None:
+    """As input and as output at its one address, which makes the write in place."""
+    kind = element_type(state.dtype)
+    binding.bind_input(state.name, DEVICE, 0, kind, array.shape, array.ctypes.data)
+    binding.bind_output(state.updated, DEVICE, 0, kind, array.shape, array.ctypes.data)
 
 
 def _bind_input(binding: Any, name: str, array: np.ndarray, shape: tuple[int, ...] | None = None) -> None:

@@ -7,17 +7,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from sinkring.runtime.backends.cuda import Device
 from sinkring.runtime.backends.device_backend import DeviceBackend
 from sinkring.runtime.backends.onnxruntime import open_session, ort
+from sinkring.runtime.bfloat16 import element_type
 from sinkring.runtime.contract import expected_tensors
 from sinkring.runtime.errors import DependencyError, DeviceError, InputError
 from sinkring.runtime.manifest import Graph, Manifest
 
 PROVIDER = "CUDAExecutionProvider"
-# numpy has no bfloat16; this is its number in ONNX.
-_ELEMENT_TYPES: dict[str, Any] = {"bfloat16": 16}
 _SHOWN = 8
 
 
@@ -72,7 +70,7 @@ class CudaSession:
         if graph.role == "prefill":
             # A pattern is kept for each shape that was ever seen, and T varies.
             options.enable_mem_pattern = False
-        self._session = open_session(bundle, manifest, graph, options, [(PROVIDER, provider), "CPUExecutionProvider"])
+        self._session = open_session(bundle, manifest, graph.role, graph.path, options, [(PROVIDER, provider), "CPUExecutionProvider"])
         if PROVIDER not in self._session.get_providers():
             raise DependencyError(
                 f"{graph.path}: onnxruntime {ort.__version__} could not load {PROVIDER}, its libraries of CUDA and cuDNN are missing or of "
@@ -80,7 +78,7 @@ class CudaSession:
             )
         warn_of_cpu_nodes(graph.path, self._session.get_provider_graph_assignment_info())
         inputs, outputs = expected_tensors(manifest, graph.role)
-        self._types = {name: _ELEMENT_TYPES.get(dtype) or np.dtype(dtype).type for name, (dtype, _) in {**inputs, **outputs}.items()}
+        self._types = {name: element_type(dtype) for name, (dtype, _) in {**inputs, **outputs}.items()}
         self._inputs = {node.name: tuple(node.shape) for node in self._session.get_inputs()}
         self._outputs = {node.name: tuple(node.shape) for node in self._session.get_outputs()}
         self._sizes: dict[str, int] = {}

@@ -62,6 +62,27 @@ def test_float16_caches_hold_every_invariant(name: str, tmp_path_factory: pytest
         assert rows[invariant].worst == 0
 
 
+def test_bfloat16_holds_every_invariant(tmp_path_factory: pytest.TempPathFactory) -> None:
+    found = check_conformance(shared_tiny(tmp_path_factory, **BUNDLES["native, two rows"], dtype="bf16"))
+    assert [(check.invariant, check.detail) for check in found.checks if check.passed is False] == []
+    rows = {check.invariant: check for check in found.checks}
+    assert (found.dtype, found.cache_dtype) == ("bfloat16", "bfloat16")
+    assert found.tolerance == pytest.approx(9.6e-2 * found.scale)
+    # The proof is of the graphs without their roundings, which would hide a wrong window.
+    assert (rows["I2"].worst or 1) <= (rows["I2"].tolerance or 0) == pytest.approx(1e-4 * found.scale)
+    assert 1e-3 * found.scale < (rows["I9"].worst or 0) < found.tolerance
+    for invariant in ("I4", "I5", "I6", "I7", "I10", "I11"):
+        assert rows[invariant].worst == 0
+
+
+@pytest.mark.parametrize("saboteur", ["window-short", "sink-dropped", "ignored-weight"])
+def test_sabotage_is_seen_through_bfloat16(tmp_path_factory: pytest.TempPathFactory, saboteur: str) -> None:
+    bundle = shared_tiny(tmp_path_factory, **BUNDLES["native, two rows"], dtype="bf16")
+    only = ["I10"] if saboteur == "ignored-weight" else ["I2"]
+    found = check_conformance(bundle, only=only, sabotage=saboteur)
+    assert [check.passed for check in found.checks] == [False]
+
+
 def test_result_is_json(found: Conformance) -> None:
     raw = json.loads(found.to_json())
     assert raw["passed"] is True

@@ -75,8 +75,9 @@ def test_a_ring_of_senseless_size(tiny_model: Path, out: Path, name: str) -> Non
     [
         ({"policy": "sliding"}, InputError, "policy 'sliding' is not known; use one of native, streaming"),
         ({"policy": None}, InputError, "policy None"),
-        ({"dtype": "bf16"}, UnsupportedError, "dtype 'bf16' is not supported; use one of fp32, fp16"),
-        ({"cache_dtype": "bf16"}, UnsupportedError, "cache_dtype 'bf16' is not supported; use one of fp32, fp16"),
+        ({"dtype": "fp8"}, UnsupportedError, "dtype 'fp8' is not supported; use one of fp32, fp16, bf16"),
+        ({"cache_dtype": "fp8"}, UnsupportedError, "cache_dtype 'fp8' is not supported; use one of fp32, fp16, bf16"),
+        ({"dtype": "bf16", "weights": "int4"}, UnsupportedError, "weights='int4' with dtype='bf16': .* use dtype fp32"),
         ({"cache_dtype": 16}, UnsupportedError, "cache_dtype 16 is not supported"),
         ({"dtype": ["fp32"]}, UnsupportedError, r"dtype \['fp32'\] is not supported; use one of fp32"),
         (

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from sinkring.exporter import validate_bundle
 from sinkring.exporter.expected_logits import wrong_geometries
 from sinkring.runtime.errors import BundleError, InputError, UnsupportedError
 from sinkring.runtime.manifest import Manifest
 
-from tests.exporter.tiny_bundle import broken_copy, shared_tiny
+from tests.exporter.tiny_bundle import accept_files, broken_copy, shared_tiny
 from tests.models.tiny import tiny_llama
 
 # M is 6, 6 and 8: forty steps go round five times and more.
@@ -151,8 +152,8 @@ def test_damage_and_wrong_arguments_are_refused(bundles: dict[str, Path], tmp_pa
     (damaged / "weights.bin").write_bytes(weights)
     with pytest.raises(BundleError, match=r"weights\.bin: sha256"):
         validate_bundle(damaged, 20)
-    half = broken_copy(bundles["native"], tmp_path / "half", lambda raw: raw.update(dtype="bfloat16"))
-    with pytest.raises(UnsupportedError, match="bfloat16"):
+    half = broken_copy(bundles["native"], tmp_path / "half", lambda raw: raw.update(dtype="float8"))
+    with pytest.raises(UnsupportedError, match="float8"):
         validate_bundle(half, 20)
 
 
@@ -164,6 +165,33 @@ def test_float16_caches_pass_within_a_limit_of_their_own(tmp_path_factory: pytes
     assert result.tolerance == pytest.approx(3e-3 * result.scale)
     assert result.tolerance > max(row.max_error for row in result.regions) > 1e-4 * result.scale
     assert all(control.told_apart and control.max_error > 10 * result.tolerance for control in result.controls)
+
+
+def test_bfloat16_is_proven_without_its_roundings_and_then_as_it_runs(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    bundle = shared_tiny(tmp_path_factory, policy="native", sinks=2, window=4, chunk=3, batch=2, dtype="bf16")
+    result = validate_bundle(bundle, 60, target="tensorrt-rtx")
+    assert result.passed, result.failures
+    assert (result.bundle, result.dtype, result.cache_dtype) == (str(bundle), "bfloat16", "bfloat16")
+    assert result.tolerance == pytest.approx(1e-4 * result.scale)
+    assert max(row.max_error for row in result.regions) < result.tolerance
+    assert all(control.told_apart for control in result.controls)
+    as_it_runs = [row for row in result.quantized if row.run.endswith("as it runs")]
+    assert as_it_runs
+    assert 1e-3 * result.scale < max(row.max_error for row in as_it_runs) < 9.6e-2 * result.scale
+    assert len(result.growth) == 4, "two runs, without rounding and as they run"
+    # A file that computes something else, in its rounded form alone or in both.
+    wrong = tmp_path / "wrong"
+    shutil.copytree(bundle, wrong)
+    path = wrong / "decode.fused.widened.onnx"
+    model = onnx.load(path, load_external_data=False)
+    for node in model.graph.node:
+        if node.op_type == "Sigmoid":
+            node.op_type = "Tanh"
+    path.write_bytes(model.SerializeToString())
+    accept_files(wrong)
+    found = validate_bundle(wrong, 60, target="tensorrt-rtx")
+    assert any("as it runs" in line and "mean error" in line for line in found.failures), found.failures
+    assert any("as it runs" not in line for line in found.failures)
 
 
 def test_two_validations_in_one_process_agree_to_the_last_bit(bundles: dict[str, Path]) -> None:

@@ -7,6 +7,7 @@ reduced to one turn with 60 digits, the keys are turned in float64.
 import mpmath  # type: ignore[import-untyped]  # it ships no types
 import numpy as np
 from sinkring.models.rotation import rotary_at_length
+from sinkring.runtime.bfloat16 import from_host, to_host
 from sinkring.runtime.decoder import Decoder
 from sinkring.runtime.ring import RingGeometry
 from sinkring.runtime.stream import Stream
@@ -29,10 +30,11 @@ def make_older(bundle: TinyBundle, stream: Stream, tokens: int) -> None:
     cos, sin = exact_turn(rotary.inv_freq.numpy(), tokens)
     backend = stream._decoder.backend
     state = backend.read_row(stream.row)
+    dtype = stream._decoder.manifest.cache_dtype
     for name, ring in state.items():
         if name.endswith(".k"):
-            one, two = np.split(ring[:, :, first:].astype(np.float64), 2, axis=-1)
-            ring[:, :, first:] = np.concatenate([one * cos - two * sin, two * cos + one * sin], axis=-1)
+            one, two = np.split(from_host(ring[:, :, first:], dtype).astype(np.float64), 2, axis=-1)
+            ring[:, :, first:] = to_host(np.concatenate([one * cos - two * sin, two * cos + one * sin], axis=-1), dtype)
     backend.write_row(stream.row, state)
     stream._fed += tokens
 

@@ -12,6 +12,9 @@ FLOAT16_CACHES = 3e-3
 # Where all but attention, norms and logits is float16: each product's result is rounded by up to 2**-11 of itself. Tiny models show 8e-3
 # against float32 with the same weights, transformers in float16 up to 8e-2.
 FLOAT16 = 1.2e-2
+# bfloat16 keeps 8 bits where float16 keeps 11, so each of its roundings is 2**3 times as far. Tiny models show 1.3e-2 and 3.1e-2.
+BFLOAT16_CACHES = 2.4e-2
+BFLOAT16 = 9.6e-2
 
 
 def assert_parity(actual: np.ndarray, expected: np.ndarray, relative: float = FLOAT32, what: str = "logits") -> None:

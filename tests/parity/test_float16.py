@@ -16,7 +16,7 @@ from sinkring.runtime.errors import BundleError
 from tests.models.tiny_families import tiny_model
 from tests.parity.ageing import continue_at_age, shift_towards
 from tests.parity.closeness import FLOAT16, FLOAT16_CACHES, FLOAT32, assert_loudly_wrong, assert_parity
-from tests.parity.tiny_bundles import HALF_EXPORTS, HALF_ROPE_EXPORTS, TARGETS, TinyBundle, feed_in_cuts, round_to_half, text
+from tests.parity.tiny_bundles import HALF_EXPORTS, HALF_ROPE_EXPORTS, TARGETS, TinyBundle, feed_in_cuts, round_weights, text
 
 Bundles = Callable[[str], TinyBundle]
 ONE_ROW = [name for name, export in HALF_EXPORTS.items() if export.batch == 1]
@@ -137,7 +137,7 @@ def test_families_in_float16(tmp_path: Path, family: str) -> None:
     model = tiny_model(family)
     model.save_pretrained(tmp_path / "model")
     export_decoder(tmp_path / "model", tmp_path / "bundle", sinks=2, window=6, chunk=3, dtype="fp16", targets=TARGETS)
-    round_to_half(model)
+    round_weights(model, torch.float16)
     ids = text(40)
     expected = streaming_logits(model, torch.from_numpy(ids), 2, 6).numpy()
     for target in TARGETS:

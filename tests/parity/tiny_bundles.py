@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from sinkring.exporter.export import export_decoder
+from sinkring.exporter.export import DTYPES, export_decoder
 from sinkring.models.oracle import masked_dense_logits, streaming_logits
 from sinkring.runtime.decoder import Decoder, open_bundle
 from sinkring.runtime.manifest import Policy
@@ -93,6 +93,14 @@ HALF_EXPORTS = {
     "chunk 4 streaming, all fp16": Export("plain", "streaming", sinks=3, window=7, chunk=4, dtype="fp16"),
     "two rows, fp16": Export("plain", "streaming", sinks=2, window=4, chunk=3, batch=2, cache_dtype="fp16"),
 }
+# The same in bfloat16.
+BRAIN_EXPORTS = {
+    "chunk 4 native, bf16": Export("plain", "native", sinks=3, window=7, chunk=4, cache_dtype="bf16"),
+    "chunk 4 streaming, bf16": Export("plain", "streaming", sinks=3, window=7, chunk=4, cache_dtype="bf16"),
+    "chunk 4 native, all bf16": Export("plain", "native", sinks=3, window=7, chunk=4, dtype="bf16"),
+    "chunk 4 streaming, all bf16": Export("plain", "streaming", sinks=3, window=7, chunk=4, dtype="bf16"),
+    "two rows, all bf16": Export("plain", "streaming", sinks=2, window=4, chunk=3, batch=2, dtype="bf16"),
+}
 # Each kind of rope once more with float16 caches.
 HALF_ROPE_EXPORTS = {f"{name}, fp16": dataclasses.replace(export, cache_dtype="fp16") for name, export in ROPE_EXPORTS.items()}
 SINGLE_ROW = tuple(name for name, export in EXPORTS.items() if export.batch == 1)
@@ -149,7 +157,7 @@ def feed_in_cuts(decoder: Decoder, ids: np.ndarray, cuts: Iterable[int]) -> np.n
 
 
 def export_tiny(name: str, folder: Path) -> TinyBundle:
-    export = {**EXPORTS, **ROPE_EXPORTS, **HALF_EXPORTS, **HALF_ROPE_EXPORTS}[name]
+    export = {**EXPORTS, **ROPE_EXPORTS, **HALF_EXPORTS, **HALF_ROPE_EXPORTS, **BRAIN_EXPORTS}[name]
     model = tiny_llama(**MODELS[export.model])
     model.save_pretrained(folder / "model")
     manifest = export_decoder(
@@ -164,12 +172,12 @@ def export_tiny(name: str, folder: Path) -> TinyBundle:
         cache_dtype=export.cache_dtype,
         targets=TARGETS,
     )
-    if export.dtype == "fp16":
-        round_to_half(model)
+    if export.dtype != "fp32":
+        round_weights(model, DTYPES[export.dtype])
     return TinyBundle(folder / "bundle", export, model, manifest.rings[0].geometry)
 
 
-def round_to_half(model: Any) -> None:
-    """The weights that a float16 graph has, in a model that computes in float32."""
+def round_weights(model: Any, dtype: torch.dtype) -> None:
+    """The weights that a graph of `dtype` has, in a model that computes in float32."""
     for weight in model.parameters():
-        weight.data = weight.data.half().float()
+        weight.data = weight.data.to(dtype).float()

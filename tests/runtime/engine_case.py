@@ -45,10 +45,10 @@ def add_engines(
     for graph in manifest.graphs:
         if graph.target != target:
             continue
-        onnx_path, top_k = out / graph.path, sample_top_k if graph.role == "decode" else None
+        onnx_path, top_k = out / graph.cpu_path, sample_top_k if graph.role == "decode" else None
         if top_k:
             onnx_path = out / "decode.headed.onnx"
-            headed = append_sampling_head(onnx.load(out / graph.path, load_external_data=False), top_k)
+            headed = append_sampling_head(onnx.load(out / graph.cpu_path, load_external_data=False), top_k)
             onnx_path.write_bytes(headed.SerializeToString())
         stem = f"engines/{target}-{version}-sm{sm}-{graph.role}"
         contents = {

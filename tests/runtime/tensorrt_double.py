@@ -27,6 +27,7 @@ SCRATCH_BYTES = {"decode": 5000, "prefill": 9000}
 _TYPES = {
     onnx.TensorProto.FLOAT: ("FLOAT", np.float32),
     onnx.TensorProto.FLOAT16: ("HALF", np.float16),
+    onnx.TensorProto.BFLOAT16: ("BF16", np.uint16),
     onnx.TensorProto.INT64: ("INT64", np.int64),
 }
 _ACCEPTED = {
@@ -212,7 +213,8 @@ class Context:
                 shape = tuple(dim.dim_value if dim.HasField("dim_value") else length[dim.dim_param] for dim in dims)
                 dtype = _TYPES[self._engine._tensor(name).elem_type][1]
                 self._cuda.bytes_at(self._addresses[name], int(np.prod(shape)) * np.dtype(dtype).itemsize)
-                binds.append((name, "cpu", 0, dtype, shape, self._addresses[name]))
+                kind = onnx.TensorProto.BFLOAT16 if dtype == np.uint16 else dtype
+                binds.append((name, "cpu", 0, kind, shape, self._addresses[name]))
         self._cuda.enqueue(lambda: self._execute(bound))
         return True
 
@@ -231,6 +233,7 @@ class Context:
         arrays = {
             name: self._cuda.bytes_at(address, int(np.prod(shape)) * np.dtype(dtype).itemsize).view(dtype).reshape(shape)
             for name, _, _, dtype, shape, address in bound.outputs
+            if dtype != onnx.TensorProto.BFLOAT16
         }
         if "next_token" in self._engine._emulated:
             arrays["next_token"][...] = arrays["logits"].argmax(axis=-1)

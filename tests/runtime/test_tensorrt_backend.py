@@ -5,6 +5,7 @@ What only a GPU can show, that the kernels are right and fast, is not here; that
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from sinkring.exporter.export import export_decoder
 from sinkring.runtime import Decoder, open_bundle
 from sinkring.runtime.backends import device_states
 from sinkring.runtime.backends.device_backend import DeviceBackend
+from sinkring.runtime.bfloat16 import from_host
 
 from tests.runtime.cuda_double import CudaDouble
 from tests.runtime.engine_case import install_doubles, with_engines
@@ -60,8 +62,11 @@ def test_a_stream_equals_that_of_onnxruntime_on_the_same_graphs(bundle: Path, tr
         np.testing.assert_allclose(one, other, atol=1e-4, rtol=0)
 
 
-def test_caches_in_half_the_bytes(tiny_model: Path, tmp_path: Path, trt: TensorRtDouble, cuda: CudaDouble) -> None:
-    export_decoder(tiny_model, tmp_path / "exported", sinks=2, window=4, chunk=4, batch=2, cache_dtype="fp16")
+@pytest.mark.parametrize(("dtype", "cache_dtype", "kept_as"), [("fp32", "fp16", np.float16), ("bf16", "bf16", np.uint16)])
+def test_caches_in_half_the_bytes(
+    tiny_model: Path, tmp_path: Path, trt: TensorRtDouble, dtype: str, cache_dtype: str, kept_as: Any
+) -> None:
+    export_decoder(tiny_model, tmp_path / "exported", sinks=2, window=4, chunk=4, batch=2, dtype=dtype, cache_dtype=cache_dtype)
     bundle = with_engines(tmp_path / "exported", tmp_path / "bundle")
     with open_bundle(bundle, target="tensorrt-rtx", threads=1) as expected, open_bundle(bundle, "tensorrt-rtx") as decoder:
         logits = []
@@ -69,11 +74,12 @@ def test_caches_in_half_the_bytes(tiny_model: Path, tmp_path: Path, trt: TensorR
             first, second = opened.stream(), opened.stream()
             logits.append([first.feed(IDS[:21]), second.feed(IDS[:5]), *(opened.step({first: int(token)})[first] for token in IDS[21:])])
             held = opened.backend.read_row(1)
-            assert {array.dtype for array in held.values()} == {np.dtype(np.float16)}
+            assert {array.dtype for array in held.values()} == {np.dtype(kept_as)}
         for name, array in expected.backend.read_row(1).items():
-            np.testing.assert_allclose(array, held[name], atol=1e-2)
+            kept = decoder.manifest.cache_dtype
+            np.testing.assert_allclose(from_host(array, kept), from_host(held[name], kept), atol=1e-2 if dtype == "fp32" else 0.1)
     for one, other in zip(*logits, strict=True):
-        np.testing.assert_allclose(one, other, atol=0.05, rtol=0)
+        np.testing.assert_allclose(one, other, atol=0.05 if dtype == "fp32" else 0.3, rtol=0)
 
 
 def test_enterprise_tensorrt_is_the_same_code(tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: CudaDouble) -> None:
