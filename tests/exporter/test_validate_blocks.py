@@ -64,6 +64,6 @@ def test_stored_weights_that_are_not_the_models_fail(bundle: Path, tmp_path: Pat
     assert any(words in line for line in validate_bundle(copy, STEPS).failures)
 
 
-def test_the_suite_says_that_it_knows_fp32_only(bundle: Path) -> None:
-    with pytest.raises(UnsupportedError, match="has weights in int4, and the suite knows fp32 only"):
+def test_the_suite_says_that_it_knows_no_rounded_inputs(bundle: Path) -> None:
+    with pytest.raises(UnsupportedError, match="has weights in int4 for ONNX Runtime"):
         check_conformance(bundle)
