@@ -13,8 +13,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 from sinkring.exporter.quantize import BLOCK, BlockMatrix, quantize_blocks
-from sinkring.exporter.quantize_symmetric import BLOCKS, SymmetricMatrix, largest_block, quantize_symmetric
+from sinkring.exporter.quantize_symmetric import BLOCKS, VALUE_DTYPES, SymmetricMatrix, largest_block, quantize_symmetric
 from sinkring.models.gguf_blocks import GgufBlocks, read_gguf_blocks
+from sinkring.models.modelopt import PackedMatrix
 from sinkring.models.source import LoadedModel, resolve_source
 from sinkring.runtime.errors import InputError, UnsupportedError
 from sinkring.runtime.manifest import WeightForm, WeightStorage
@@ -93,13 +94,27 @@ def choose_weights(
 def _choose_symmetric(loaded: LoadedModel, weights: Any, keep: Sequence[str], wanted: int) -> StoredWeights:
     matrices: dict[str, SymmetricMatrix] = {}
     kept: list[str] = []
+    theirs = loaded.packed
+    if other := next((name for name, packed in theirs.items() if packed.kind != weights), None):
+        raise UnsupportedError(
+            f"weights={weights!r}: the source stores {other} in {theirs[other].kind}: use weights {theirs[other].kind}, or fp32 for all "
+            "in floats"
+        )
     for name, weight, _, matched in _to_choose(loaded.model, keep):
         block = largest_block(weight.shape[1], wanted) if weights == "int4" else weight.shape[1]
-        if matched or block is None:
+        if matched or block is None or (theirs and name not in theirs):
+            # What ModelOpt left alone stays so.
             kept.append(name)
+        elif theirs:
+            matrices[name] = _as_it_is(theirs[name])
         else:
             matrices[name] = quantize_symmetric(weight, weights, block)
-    return StoredWeights(matrices, (), tuple(kept), "qdq")
+    return StoredWeights(matrices, tuple(name for name in matrices if name in theirs), tuple(kept), "qdq")
+
+
+def _as_it_is(packed: PackedMatrix) -> SymmetricMatrix:
+    values = packed.values.view(torch.uint8).numpy().view(VALUE_DTYPES["fp8"]) if packed.kind == "fp8" else packed.values.numpy()
+    return SymmetricMatrix(packed.kind, packed.block, values.astype(VALUE_DTYPES[packed.kind]), packed.scales.numpy())
 
 
 def _to_choose(model: Any, keep: Sequence[str]) -> Iterator[tuple[str, torch.Tensor, bool, bool]]:

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from sinkring.models.errors import ModelError, SourceError, UnsupportedModel
 from sinkring.models.fetch import KNOWN_WEIGHTS, fetch_weights, file_sha256
 from sinkring.models.gguf_file import check_all_read, gguf_read_once, inspect_gguf
 from sinkring.models.gguf_settings import check_gguf_settings
+from sinkring.models.modelopt import ModelOptWeights, PackedMatrix, multiply_inputs, read_algorithm, read_modelopt
 from sinkring.models.quiet import quiet_transformers
 from sinkring.models.refused import refuse_by_name
 from sinkring.models.tokenizer import read_tokenizer
@@ -56,7 +57,7 @@ class LoadedModel:
 
     tokenizer_json: text of a `tokenizers` JSON file, None if the source has no tokenizer. Its post-processor adds the BOS token if the
     model wants one: do not add bos_id a second time. stop_ids: tokens that end a text or a turn, ascending.
-    source, source_sha256: see Source.
+    source, source_sha256: see Source. packed: of a folder that ModelOpt exported, weights as they lie in it, by parameter name.
     """
 
     model: PreTrainedModel
@@ -68,6 +69,7 @@ class LoadedModel:
     stop_ids: tuple[int, ...]
     source: str
     source_sha256: str
+    packed: dict[str, PackedMatrix] = field(default_factory=dict)
 
 
 def resolve_source(source: str) -> Source:
@@ -103,7 +105,10 @@ def load_model(source: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
         config = _read_config(found)
         if gguf is not None:
             check_gguf_settings(found.path, gguf.architecture, gguf.settings, config)
-        model = _read_weights(found, config, dtype)
+        packed = _read_packed(found)
+        model = _read_weights(found, config, dtype, packed)
+        if packed is not None:
+            multiply_inputs(model, packed.input_factors)
         with _reading(found):
             if gguf is not None:
                 check_all_read(found.path, gguf, model)
@@ -123,6 +128,7 @@ def load_model(source: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
         stop_ids=tuple(sorted(stops)),
         source=found.name,
         source_sha256=found.sha256(),
+        packed=packed.packed if packed is not None else {},
     )
 
 
@@ -210,23 +216,39 @@ def _read_config(source: Source) -> PreTrainedConfig:
         raise UnsupportedModel(
             f"{source.path}: architecture {config.model_type!r} is no decoder with a language-model head; give one that is"
         )
+    if source.kind == "folder" and read_algorithm(source.path) is not None:
+        # Its weights are read here, and transformers is given them as plain ones.
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        return config
     if source.kind == "folder" and (quantized := getattr(config, "quantization_config", None)):
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         raise UnsupportedModel(f"{source.path}: weights are quantized ({method}); give the unquantized model, or a .gguf file of it")
     return config
 
 
-def _read_weights(source: Source, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    names, others = _text_part(source)
+def _read_packed(source: Source) -> ModelOptWeights | None:
+    algorithm = read_algorithm(source.path) if source.kind == "folder" else None
+    if algorithm is None:
+        return None
     with _reading(source):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            **_where(source),
+        return read_modelopt(source.files[1:], algorithm)
+
+
+def _read_weights(source: Source, config: PreTrainedConfig, dtype: torch.dtype, packed: ModelOptWeights | None) -> PreTrainedModel:
+    names, others = _text_part(source)
+    where = _where(source) if packed is None else {"pretrained_model_name_or_path": None, "state_dict": packed.state}
+    # The class itself takes a state in place of a path.
+    kind: Any = AutoModelForCausalLM if packed is None else AutoModelForCausalLM._model_mapping[type(config)]
+    with _reading(source):
+        loaded: Any = kind.from_pretrained(
+            **where,
             config=config,
             dtype=dtype,
             attn_implementation="eager",
             local_files_only=True,
             trust_remote_code=False,
-            use_safetensors=source.kind == "folder",
+            use_safetensors=source.kind == "folder" if packed is None else None,
             # Only so that they are listed below, with both shapes, rather than in a table that is printed.
             ignore_mismatched_sizes=True,
             output_loading_info=True,

@@ -76,7 +76,7 @@ def _dequantize(graph: ir.Graph, weight: ir.Value, matrix: SymmetricMatrix, name
     dequantized.shape, dequantized.type = weight.shape, weight.type
     into.commit()
     ir.convenience.replace_all_uses_with(weight, dequantized)
-    for user in users if by_row else ():
+    for user in users if by_row and np.any(ratios != 1) else ():
         _multiply_with_ratios(graph, user, dequantized, name + RATIOS, ratios)
 
 
