@@ -1,10 +1,11 @@
 """Engines from a bundle: each graph of a target, compiled for each compute capability, its plan checked, recorded in the manifest.
 
-The engine is compiled from the very file of the bundle whose hash the manifest holds, the file that was proven elsewhere. Beside
-`engines/X.engine` stands `engines/X.json`, the report. An engine whose plan breaks a promise is not kept: its report stays as
-`engines/X.failed.json`, so that there is something to read.
+The engine is compiled from the very file of the bundle whose hash the manifest holds, the file that was proven elsewhere. It is
+`engines/TARGET-VERSION-smNN-fp16/decode.engine`, and beside it stands `decode.json`, the report. An engine whose plan breaks a promise is
+not kept: its report stays as `decode.failed.json`, so that there is something to read.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -18,7 +19,7 @@ from typing import Any
 import onnx
 from sinkring.exporter.builder_options import BuilderOptions
 from sinkring.exporter.bundle_writer import locked, sha256_of
-from sinkring.exporter.engine_builder import Progress, ShapeRange, check_sm, compile_engine, load_builder, present_sm
+from sinkring.exporter.engine_builder import Progress, ShapeRange, check_precision, check_sm, compile_engine, load_builder, present_sm
 from sinkring.exporter.plan import PlanReport, read_plan
 from sinkring.exporter.sampling_head import append_sampling_head
 from sinkring.runtime.bundle import check_consistent
@@ -26,6 +27,8 @@ from sinkring.runtime.errors import BuildError, BundleError, UnsupportedError
 from sinkring.runtime.manifest import CONTRACT_KEY, MANIFEST_NAME, Engine, File, Graph, Manifest, Role, StateTensor
 
 ENGINES_FOLDER = "engines"
+# What the folder of an engine calls the bundle's dtype.
+PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ def build_engine(
         raise UnsupportedError("sm: no compute capability named; name at least one, as 10 x major + minor (89 for 8.9)")
     for one in sms:
         check_sm(trt, target, one)
+        check_precision(manifest, one)
     checked: dict[str, str] = {}
     for graph in graphs:
         _check_files(folder, manifest, graph, checked)
@@ -111,9 +115,8 @@ def _build_one(folder: Path, trt: ModuleType, graph: Graph, sm: int, options: Bu
     contract: dict[str, Any] = next((json.loads(entry.value) for entry in proto.metadata_props if entry.key == CONTRACT_KEY), {})
     profiles = _profiles(header, graph)
     states = _bound_states(header, graph, manifest.states)
-    stem = f"{graph.target}-{trt.__version__}-sm{sm}-{graph.role}"
-    engine_path, report_path = f"{ENGINES_FOLDER}/{stem}.engine", f"{ENGINES_FOLDER}/{stem}.json"
-    failed_path = folder / ENGINES_FOLDER / f"{stem}.failed.json"
+    stem = f"{ENGINES_FOLDER}/{graph.target}-{trt.__version__}-sm{sm}-{PRECISIONS[manifest.dtype]}/{graph.role}"
+    engine_path, report_path, failed_path = f"{stem}.engine", f"{stem}.json", f"{stem}.failed.json"
 
     def named(phase: str, done: int, steps: int) -> None:
         assert progress is not None
@@ -145,21 +148,21 @@ def _build_one(folder: Path, trt: ModuleType, graph: Graph, sm: int, options: Bu
         faults=plan.faults(),
         warnings=plan.warnings(),
     )
-    (folder / ENGINES_FOLDER).mkdir(exist_ok=True)
+    (folder / engine_path).parent.mkdir(parents=True, exist_ok=True)
     if report.faults:
-        _write(failed_path, report.to_json().encode())
+        _write(folder / failed_path, report.to_json().encode())
         if plan.lacks_fused_kernel():
             model = manifest.model
             raise BuildError(
                 f"{graph.path} for {graph.target} sm={sm}: {graph.target} {trt.__version__} has no fused attention kernel for "
                 f"H={model.query_heads} query heads, G={model.kv_heads} KV heads, D={model.head_size}, and without one every step copies "
-                f"the caches: {report.faults[0]}; all of it is in {ENGINES_FOLDER}/{failed_path.name}; run the bundle on onnxruntime, or "
+                f"the caches: {report.faults[0]}; all of it is in {failed_path}; run the bundle on onnxruntime, or "
                 "export a model with other heads"
             )
         more = f" (and {len(report.faults) - 1} more)" if len(report.faults) > 1 else ""
         raise BuildError(
             f"{graph.path} for {graph.target} sm={sm}: the engine would copy or miss a cache: {report.faults[0]}{more}; "
-            f"all of them are in {ENGINES_FOLDER}/{failed_path.name}; export again for target {graph.target!r}"
+            f"all of them are in {failed_path}; export again for target {graph.target!r}"
         )
     contents: dict[str, bytes | memoryview] = {engine_path: compiled.engine, report_path: report.to_json().encode()}
     # Hashed before the lock is taken, which other builds may be waiting for.
@@ -169,7 +172,7 @@ def _build_one(folder: Path, trt: ModuleType, graph: Graph, sm: int, options: Bu
         _forget(folder, report)
         for path, content in contents.items():
             _write(folder / path, content)
-        failed_path.unlink(missing_ok=True)
+        (folder / failed_path).unlink(missing_ok=True)
         _record(folder, report, files)
     return report
 
@@ -257,6 +260,9 @@ def _forget(folder: Path, report: BuildReport) -> None:
     _write(folder / MANIFEST_NAME, manifest.to_json().encode())
     for path in gone:
         (folder / path).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another engine is still in it
+            (folder / path).parent.rmdir()
+    (folder / report.engine_path).parent.mkdir(parents=True, exist_ok=True)
 
 
 def _record(folder: Path, report: BuildReport, files: tuple[File, ...]) -> None:

@@ -17,7 +17,12 @@ from sinkring.exporter.builder_options import BuilderOptions
 from sinkring.exporter.next_token import add_next_token
 from sinkring.exporter.plan_kernels import read_kernels
 from sinkring.runtime.backends.engine import MODULES, load_tensorrt
+from sinkring.runtime.bfloat16 import BFLOAT16
 from sinkring.runtime.errors import BuildError, DependencyError, UnsupportedError
+from sinkring.runtime.manifest import Manifest
+
+# Ampere: before it there is no bfloat16 in the hardware, and a builder says so in words of its own.
+FIRST_BFLOAT16_SM = 80
 
 # Called with (phase, steps done, steps in all).
 Progress = Callable[[str, int, int], None]
@@ -66,6 +71,15 @@ def check_sm(trt: ModuleType, target: str, sm: int) -> None:
     elif sm not in supported_sms(trt):
         have = ", ".join(str(known) for known in supported_sms(trt))
         raise UnsupportedError(f"sm={sm}: {target} {trt.__version__} compiles for {have}; name one of these")
+
+
+def check_precision(manifest: Manifest, sm: int) -> None:
+    """Raises UnsupportedError for a bundle that a GPU of `sm` has no arithmetic for."""
+    if sm < FIRST_BFLOAT16_SM and BFLOAT16 in (manifest.dtype, manifest.cache_dtype):
+        raise UnsupportedError(
+            f"sm={sm}: the bundle has dtype {manifest.dtype} and {manifest.cache_dtype} caches, and GPUs have bfloat16 from "
+            f"sm={FIRST_BFLOAT16_SM} on; export with --dtype fp16 for this one"
+        )
 
 
 def present_sm() -> int:

@@ -15,7 +15,7 @@ from statistics import median
 
 from sinkring.exporter.build import ENGINES_FOLDER, build_engine
 from sinkring.exporter.engine_summary import EngineSummary
-from sinkring.runtime.errors import BuildError
+from sinkring.runtime.errors import BuildError, UnsupportedError
 from sinkring.runtime.manifest import MANIFEST_NAME, Manifest, Role
 
 # Called with what is built next, how many engines are done, and how many there are in all.
@@ -46,7 +46,7 @@ class PlanRow:
 def plan_rows(bundle: Path, sms: Sequence[int], *, target: str = "tensorrt-rtx", progress: Progress | None = None) -> list[PlanRow]:
     """Build each of `bundle`'s graphs for each of `sms` and read the plans; the engines themselves are thrown away.
 
-    Raises what `build_engine` raises, but for BuildError, which becomes a row's refusal.
+    Raises what `build_engine` raises, but for BuildError and UnsupportedError, which become a row's refusal.
     """
     manifest = Manifest.read(bundle)
     graphs = [graph for graph in manifest.graphs if graph.target == target] or [manifest.graph("decode", target)]
@@ -71,9 +71,9 @@ def _row(bundle: Path, dtype: str, role: Role, tokens: int, target: str, sm: int
     refusal = ""
     try:
         build_engine(bundle, target, [sm])
-    except BuildError as error:
+    except (BuildError, UnsupportedError) as error:
         refusal = str(error)
-    report = next((bundle / ENGINES_FOLDER).glob("*.json"), None)
+    report = next((bundle / ENGINES_FOLDER).rglob("*.json"), None)
     if report is None:
         return PlanRow(sm, dtype, role, tokens, refusal=refusal)
     found = EngineSummary.read(report)

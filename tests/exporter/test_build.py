@@ -49,7 +49,7 @@ def test_both_graphs_become_engines_and_are_recorded(bundle: Path) -> None:
         assert report.engine_bytes == (bundle / report.engine_path).stat().st_size
         assert report.builder_version == trt.__version__
         assert report.dtype == "float32"
-        assert engine.path == report.engine_path == f"engines/tensorrt-rtx-{trt.__version__}-sm89-{report.role}.engine"
+        assert engine.path == report.engine_path == f"engines/tensorrt-rtx-{trt.__version__}-sm89-fp32/{report.role}.engine"
         assert engine.graph_sha256 == before[f"{report.role}.onnx"]
         assert manifest.file(engine.path).sha256 == after[engine.path]
         assert manifest.file(engine.report).sha256 == after[engine.report]
@@ -88,11 +88,11 @@ def test_an_engine_of_another_builder_version_goes_with_its_files(bundle: Path, 
     with monkeypatch.context() as patch:
         patch.setattr(trt, "__version__", "1.0.0")
         build_engine(bundle)
-    assert (bundle / "engines/tensorrt-rtx-1.0.0-sm89-decode.engine").is_file()
+    assert (bundle / "engines/tensorrt-rtx-1.0.0-sm89-fp32/decode.engine").is_file()
     build_engine(bundle)
-    assert sorted(path.name for path in (bundle / "engines").iterdir()) == sorted(
-        f"tensorrt-rtx-{trt.__version__}-sm89-{role}.{kind}" for role in ("decode", "prefill") for kind in ("engine", "json")
-    )
+    (only,) = (bundle / "engines").iterdir()
+    assert only.name == f"tensorrt-rtx-{trt.__version__}-sm89-fp32", "the folder of the other version is gone with its last file"
+    assert sorted(path.name for path in only.iterdir()) == ["decode.engine", "decode.json", "prefill.engine", "prefill.json"]
     assert {engine.builder_version for engine in Manifest.read(bundle).engines} == {trt.__version__}
 
 
@@ -101,8 +101,8 @@ def test_a_plan_that_copies_a_cache_leaves_a_report_and_no_engine(tmp_path: Path
     manifest_before = (bundle / MANIFEST_NAME).read_bytes()
     with pytest.raises(BuildError, match=r"layer 0: kernel __myl_Move\S+ rewrites the whole of cache\.0\.k .* 4096 bytes") as caught:
         build_engine(bundle)
-    (left,) = (bundle / "engines").iterdir()
-    assert left.name == f"tensorrt-rtx-{trt.__version__}-sm89-decode.failed.json"
+    (left,) = (bundle / "engines").rglob("*.*json")
+    assert left.relative_to(bundle).as_posix() == f"engines/tensorrt-rtx-{trt.__version__}-sm89-fp32/decode.failed.json"
     assert left.name in str(caught.value)
     assert json.loads(left.read_text())["faults"]
     assert (bundle / MANIFEST_NAME).read_bytes() == manifest_before
@@ -174,7 +174,7 @@ def test_a_failed_report_goes_once_the_build_succeeds(tmp_path: Path) -> None:
         build_engine(bundle)
     write_bundle(tmp_path, {"decode": ring_graph()})
     build_engine(bundle)
-    assert not list((bundle / "engines").glob("*.failed.json"))
+    assert not list((bundle / "engines").rglob("*.failed.json"))
 
 
 @pytest.mark.parametrize("name", ["decode.onnx", WEIGHTS])

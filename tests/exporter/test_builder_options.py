@@ -67,7 +67,7 @@ def test_tensorrt_is_built_for_by_the_same_code(tmp_path: Path, monkeypatch: pyt
     for _ in range(2):
         (report,) = build_engine(bundle, "tensorrt", optimization_level=1, timing_cache=timings)
         assert timings.stat().st_size > 0
-    assert (report.engine_path, report.faults) == ("engines/tensorrt-11.4.1-sm90-decode.engine", ())
+    assert (report.engine_path, report.faults) == ("engines/tensorrt-11.4.1-sm90-fp32/decode.engine", ())
     assert [config.builder_optimization_level for config in recorder.configs] == [1, 1]
     assert recorder.configs[0].num_compute_capabilities == 0
     (engine,) = Manifest.read(bundle).engines

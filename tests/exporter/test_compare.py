@@ -155,7 +155,7 @@ def engine_bundle(tiny_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         out = with_engines(tiny_bundle, tmp_path / "engines")
         if weight:
             broken = changed_weight(tiny_bundle, tmp_path / "broken", "decode.fused.onnx", weight)
-            (note,) = out.glob("engines/*-decode.engine")
+            (note,) = out.glob("engines/*/decode.engine")
             note.write_text(json.dumps({**json.loads(note.read_text()), "onnx": str(broken / "decode.fused.onnx")}))
 
             def compile_marked(*_: Any, graph: bytes, **__: Any) -> Any:

@@ -50,7 +50,8 @@ def add_engines(
             onnx_path = out / "decode.headed.onnx"
             headed = append_sampling_head(onnx.load(out / graph.cpu_path, load_external_data=False), top_k)
             onnx_path.write_bytes(headed.SerializeToString())
-        stem = f"engines/{target}-{version}-sm{sm}-{graph.role}"
+        stem = f"engines/{target}-{version}-sm{sm}-fp32/{graph.role}"
+        (out / stem).parent.mkdir(exist_ok=True)
         contents = {
             f"{stem}.engine": {
                 "role": graph.role,
