@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from sinkring.exporter.edited_session import open_edited
 from sinkring.runtime.backends import proving_target
 from sinkring.runtime.bfloat16 import element_type, host_dtype
+from sinkring.runtime.embedding import EmbeddingTable
 from sinkring.runtime.errors import UnsupportedError
 from sinkring.runtime.manifest import Manifest
 
@@ -59,11 +60,13 @@ class AttentionProbe:
             wanted[node.input[0]], wanted[node.output[0]] = self._scores[layer], self._weights[layer]
         model.graph.output.extend(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name in wanted)
         self._session = open_edited(model, bundle, threads=threads)
-        self._token, self._position, self._slot = np.zeros((1, 1), np.int64), np.zeros(1, np.int64), np.zeros(1, np.int64)
+        self._embedding = None if manifest.embedding is None else EmbeddingTable(bundle, manifest.embedding)
+        self._fed = np.zeros((1, 1, *manifest.input_row), manifest.input_dtype)
+        self._position, self._slot = np.zeros(1, np.int64), np.zeros(1, np.int64)
         self._states = {state.name: np.zeros(state.shape, host_dtype(state.dtype)) for state in manifest.states}
         self._logits = np.zeros((1, 1, manifest.model.vocab_size), np.float32)
         self._binding = self._session.io_binding()
-        inputs = {"tokens": self._token, "position": self._position, manifest.rings[0].write_index: self._slot}
+        inputs = {manifest.input_name: self._fed, "position": self._position, manifest.rings[0].write_index: self._slot}
         outputs = {"logits": self._logits, **wanted}
         # A state is written in place: it is bound as input and as output.
         for state in manifest.states:
@@ -81,7 +84,8 @@ class AttentionProbe:
             array[...] = state[name]
         largest, shares = [], []
         for offset, token in enumerate(tokens):
-            self._token[0, 0], self._position[0] = token, position + offset
+            self._fed[0, 0] = token if self._embedding is None else self._embedding.of_tokens(tokens[offset : offset + 1])[0]
+            self._position[0] = position + offset
             self._slot[0] = self._geometry.slot(position + offset)
             self._session.run_with_iobinding(self._binding)
             largest.append(self._scores.max(axis=-1))

@@ -93,6 +93,9 @@ def build_engine(
     trt = load_builder(target)
     manifest = Manifest.read(folder)
     check_consistent(folder, manifest)
+    if (next_token or sample_top_k) and manifest.embedding is not None:
+        asked = "next_token" if next_token else "sample_top_k"
+        raise UnsupportedError(f"{folder}: {asked}, and its graphs take embedded rows, not the token that was picked; build without it")
     graphs = [graph for graph in manifest.graphs if graph.target == target] or [manifest.graph("decode", target)]
     sms = tuple(sm) if sm is not None else ((89,) if target == "tensorrt-rtx" else (present_sm(),))
     if not sms:

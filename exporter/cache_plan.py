@@ -8,6 +8,7 @@ import torch
 from sinkring.exporter.hooks import AttentionCall, decoder_layers, hooked
 from sinkring.exporter.rotary import frequencies
 from sinkring.models.registry import Family
+from sinkring.models.token_call import text_config
 from sinkring.runtime.errors import GeometryError, UnsupportedError
 from sinkring.runtime.manifest import Ring
 from sinkring.runtime.ring import RingGeometry
@@ -92,8 +93,9 @@ def observe_layers(model: Any, family: Family, context_tokens: int) -> tuple[Lay
     Raises UnsupportedError for a model whose layers do not attend, not with heads of one kind, or without the window of its configuration.
     """
     seen: dict[int, LayerAttention] = {}
-    windows = _configured_windows(model.config, len(decoder_layers(model, family)))
-    tokens = torch.zeros(1, 2, dtype=torch.int64)
+    windows = _configured_windows(text_config(model), len(decoder_layers(model, family)))
+    # Of a model that takes more than token ids its layers, and not its embedding, are what is looked at.
+    tokens = torch.zeros(1, 2, text_config(model).hidden_size) if family.beside_tokens else torch.zeros(1, 2, dtype=torch.int64)
 
     def no_angles(name: str) -> tuple[Tensor, Tensor]:
         half = torch.ones(1, 2, rotated_pairs(model, family, name))
@@ -113,7 +115,7 @@ def observe_layers(model: Any, family: Family, context_tokens: int) -> tuple[Lay
         return torch.zeros_like(call.query)
 
     with hooked(model, family, no_angles, watch):
-        model(input_ids=tokens, position_ids=torch.arange(2)[None], use_cache=False)
+        family.run(model, tokens, torch.arange(2)[None], None)
     count = len(decoder_layers(model, family))
     if missing := [layer for layer in range(count) if layer not in seen]:
         raise UnsupportedError(f"layers {missing} of {count} never call the attention function: this model is not supported")

@@ -55,6 +55,10 @@ def export_command(
             show_default=False,
         ),
     ] = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option(help="What a step is fed: tokens, or embeddings of your own making. Default: as the model.", show_default=False),
+    ] = None,
     slack: Annotated[int, typer.Option(help="Tokens that can be rolled back.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a bundle that is there.")] = False,
     as_json: JsonOption = False,
@@ -81,6 +85,7 @@ def export_command(
             keep_fp32=keep_fp32 or (),
             block=block,
             targets=target or None,
+            inputs=inputs,
             overwrite=overwrite,
             progress=progress,
         )

@@ -20,6 +20,7 @@ def print_inspection(found: "Inspection") -> None:
             f"V={model.vocab_size}, trained for {model.trained_context_tokens} tokens",
             "policy": manifest.policy,
             "batch, chunk": f"B={manifest.batch}, {manifest.chunk} tokens",
+            "a step is fed": f"{manifest.input_name}, {manifest.input_dtype}",
             "positions": _positions(found),
             "weights": f"{model.weight_bytes:,} bytes, {manifest.dtype}",
             "cache": f"{found.cache_bytes:,} bytes at every age, {manifest.cache_dtype}",

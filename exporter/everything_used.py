@@ -71,7 +71,7 @@ def _filled(bundle: Path, path: str, manifest: Manifest) -> tuple[ProbedGraph, i
     at = min([end - 1 for end in ends] or [max(geometry.capacity for geometry in _geometries(manifest)) + 1])
     ids = np.random.default_rng(0).integers(0, vocab, _TOKENS + 1, dtype=np.int64)
     feeds: dict[str, NDArray[Any]] = {state.name: np.full(state.shape, to_host(state.initial, state.dtype)) for state in manifest.states}
-    graph = ProbedGraph(bundle, path, feeds, vocab)
+    graph = ProbedGraph(bundle, path, feeds, manifest)
     fed = min(_TOKENS, at)
     for position in range(fed):
         _place(feeds, manifest, position, int(ids[position]), batch)

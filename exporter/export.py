@@ -22,6 +22,7 @@ from sinkring.exporter.cache_plan import (
     plan_caches,
     updated_name,
 )
+from sinkring.exporter.embedding_table import check_inputs, lookup_of, takes_embeddings, write_embedding
 from sinkring.exporter.everything_used import check_everything_used
 from sinkring.exporter.finite import check_finite
 from sinkring.exporter.frontend import trace_step
@@ -34,6 +35,7 @@ from sinkring.exporter.weights import WeightsFile
 from sinkring.models.errors import ModelError
 from sinkring.models.registry import context_tokens, find_family
 from sinkring.models.source import LoadedModel, load_model
+from sinkring.models.token_call import text_config
 from sinkring.runtime.errors import BundleError, GeometryError, InputError, UnsupportedError
 from sinkring.runtime.manifest import (
     CONTRACT_KEY,
@@ -74,6 +76,7 @@ def export_decoder(
     weights: WeightFormat = "fp32",
     keep_fp32: Sequence[str] = (),
     block: int | None = None,
+    inputs: str | None = None,
     targets: Iterable[str] | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -92,6 +95,8 @@ def export_decoder(
     are built from: name `targets` of one kind. block: of int4 for an engine, how many weights share a scale: 32, 64 (the default) or 128,
     less where the inputs of a matrix are no multiple. keep_fp32: patterns (fnmatch) of the names of weights that stay as they are, such as
     "model.layers.0.*".
+    inputs: what a step of the graphs is fed, "tokens" (ids) or "embeddings" (rows float32 [hidden] of the caller's making: see
+    Stream.feed_embeddings); by default ids, but for a family whose steps take more than a token.
     progress is called with a line at the start of each stage.
 
     The bundle appears whole or not at all, and only once each weight and state of its decode graphs was seen to matter. Returns its
@@ -108,6 +113,7 @@ def export_decoder(
             f"weights={weights!r} with dtype='bf16': no runtime here multiplies such weights with bfloat16; use dtype fp32, whose caches "
             "may still be bf16 (cache_dtype)"
         )
+    check_inputs(inputs)
     chosen, form = _find_targets(targets, weights)
     if block is not None and form != "qdq":
         raise InputError(
@@ -118,6 +124,7 @@ def export_decoder(
     try:
         loaded = load_model(str(model))
         family = find_family(loaded.config)
+        embedded = takes_embeddings(family, inputs)
         context = context_tokens(loaded.config, family)
         caches = plan_caches(observe_layers(loaded.model, family, context), request)
         _check_context(context, caches, chunk=chunk, slack=slack)
@@ -129,7 +136,7 @@ def export_decoder(
     check_finite(loaded.model)
     if weights != "fp32":
         say(f"quantizing to {weights}")
-    stored = choose_weights(loaded, weights, keep_fp32, form, block)
+    stored = choose_weights(loaded, weights, keep_fp32, form, block, lookup_of(loaded.model, family) if embedded else None)
     try:
         with new_bundle(out, overwrite) as part:
             # Only now: what a layer was observed to ask, and its blocks, are those of the model as it was loaded.
@@ -137,21 +144,30 @@ def export_decoder(
             plan = _plan(loaded, caches, cache_type, context, policy, batch, chunk)
             plan = dataclasses.replace(plan, weights=stored.described(weights))
             tokenizer = _write_tokenizer(part, loaded)
+            blocks = stored.by_initializer(loaded.model)
+            if embedded:
+                plan = dataclasses.replace(plan, embedding=write_embedding(part, loaded.model, family, blocks))
             graphs: list[Graph] = []
             roles: tuple[Role, ...] = ("decode", "prefill")
             with WeightsFile(part / WEIGHTS_NAME) as weights_file:
                 for role in roles:
                     say(f"tracing {role}")
                     traced = trace_step(
-                        loaded.model, family, caches, role=role, policy=policy, batch=batch, chunk=chunk, cache_dtype=cache_type
+                        loaded.model,
+                        family,
+                        caches,
+                        role=role,
+                        policy=policy,
+                        batch=batch,
+                        chunk=chunk,
+                        cache_dtype=cache_type,
+                        embedded=embedded,
                     )
                     tokens = 1 if role == "decode" else chunk
-                    graphs += _save_graphs(
-                        part, weights_file, simplify(traced, stored.by_initializer(loaded.model)), role, tokens, chosen, plan
-                    )
+                    graphs += _save_graphs(part, weights_file, simplify(traced, blocks), role, tokens, chosen, plan)
             say("writing the manifest")
             # What comes now reads the written weights: the model's own would be a second copy in memory.
-            del loaded, traced, stored
+            del loaded, traced, stored, blocks
             gc.collect()
             manifest = _complete(part, plan, tokenizer, graphs)
             replace_text(part / MANIFEST_NAME, manifest.to_json())
@@ -325,11 +341,11 @@ def _plan(
             source=loaded.source,
             source_sha256=loaded.source_sha256,
             layers=len(caches.layers),
-            hidden_size=loaded.config.hidden_size,
+            hidden_size=text_config(loaded.model).hidden_size,
             query_heads=first.query_heads,
             kv_heads=first.kv_heads,
             head_size=first.head_size,
-            vocab_size=loaded.config.vocab_size,
+            vocab_size=text_config(loaded.model).vocab_size,
             trained_context_tokens=context,
             weight_bytes=0,
         ),

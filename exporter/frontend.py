@@ -14,26 +14,30 @@ import onnx_ir as ir
 import torch
 from sinkring.exporter.angles import Angles
 from sinkring.exporter.cache_plan import CachePlan, each_state, ring_names, updated_name
+from sinkring.exporter.embedding_table import lookup_of
 from sinkring.exporter.hooks import AttentionCall, hooked
 from sinkring.exporter.node import DOMAIN, OP_TYPE
 from sinkring.exporter.rotary import frequencies_for
 from sinkring.models.registry import Family
+from sinkring.models.token_call import text_config
 from sinkring.runtime.errors import UnsupportedError
 from sinkring.runtime.manifest import Role
 from torch import Tensor
 from torch.onnx.ops import symbolic_multi_out
 
-TOKENS, POSITION, ROWS, LOGITS = "tokens", "position", "rows", "logits"
+TOKENS, EMBEDDINGS, POSITION, ROWS, LOGITS = "tokens", "embeddings", "position", "rows", "logits"
 OPSET = 24
 
 
 class _Step(torch.nn.Module):
-    """The traced module: tokens [B,T], position [B], write indices [B], (rows [N]), rings -> logits [B,N,V], updated rings."""
+    """The traced module: tokens [B,T] or embeddings [B,T,hidden], position [B], write indices [B], (rows [N]), rings -> logits [B,N,V],
+    updated rings.
+    """
 
     def __init__(self, model: Any, family: Family, plan: CachePlan, policy: str) -> None:
         super().__init__()
         self.model, self.family, self.plan, self.policy = model, family, plan, policy
-        self.slopes = tuple(family.alibi_slopes(model.config) or ()) if family.alibi_slopes else ()
+        self.slopes = tuple(family.alibi_slopes(text_config(model)) or ()) if family.alibi_slopes else ()
         self.angles = torch.nn.ModuleDict()
         self.scaling: dict[str, float] = {}
         for rope, geometry in plan.ropes().items():
@@ -45,25 +49,20 @@ class _Step(torch.nn.Module):
             self.register_buffer(f"clamp{index}", torch.tensor(clamp, dtype=torch.int64))
 
     def forward(
-        self, tokens: Tensor, position: Tensor, write_index: list[Tensor], rows: Tensor | None, rings: list[Tensor]
+        self, fed: Tensor, position: Tensor, write_index: list[Tensor], rows: Tensor | None, rings: list[Tensor]
     ) -> tuple[Tensor, ...]:
-        call = _Call(self, tokens, position, write_index, rings)
+        call = _Call(self, fed, position, write_index, rings)
         with hooked(self.model, self.family, call.angles, call.attend):
-            logits = self.model(
-                input_ids=tokens,
-                position_ids=call.positions,
-                use_cache=False,
-                logits_to_keep=0 if rows is None else rows,
-            ).logits
+            logits = self.family.run(self.model, fed, call.positions, rows)
         return (logits.float(), *call.updated_rings())
 
 
 class _Call:
     """One call that is traced: makes each set of angles and of shifts once, and collects the updated rings."""
 
-    def __init__(self, step: _Step, tokens: Tensor, position: Tensor, write_index: list[Tensor], rings: list[Tensor]) -> None:
+    def __init__(self, step: _Step, fed: Tensor, position: Tensor, write_index: list[Tensor], rings: list[Tensor]) -> None:
         self.step, self.position, self.write_index, self.rings = step, position, write_index, rings
-        self.positions = position[:, None] + torch.arange(tokens.shape[1])[None, :]
+        self.positions = position[:, None] + torch.arange(fed.shape[1])[None, :]
         self.updated: list[Tensor | None] = [None] * len(rings)
         self.made: dict[tuple[str, int | None], tuple[Tensor, Tensor]] = {}
 
@@ -150,8 +149,11 @@ def trace_step(
     batch: int,
     chunk: int,
     cache_dtype: torch.dtype = torch.float32,
+    embedded: bool = False,
 ) -> ir.Model:
     """Trace one step of `model` (on the CPU, in its own dtype but for attention, angles and logits) with caches of `cache_dtype`.
+
+    embedded: the step is fed embedded rows, float32 [B,T,hidden], and not token ids.
 
     role "decode": T = 1, batch rows, all static; logits [B,1,V]. role "prefill": batch 1, T dynamic in 1 .. chunk, and an input `rows`
     int64 [N]: which of the T tokens' logits are wanted; logits [1,N,V].
@@ -164,8 +166,13 @@ def trace_step(
         seen, geometry = plan.layers[layer], plan.rings[ring].geometry
         rings.append(torch.zeros(rows_count, seen.kv_heads, geometry.capacity, seen.head_size, dtype=cache_dtype))
     rows = torch.tensor([0, tokens - 1]) if role == "prefill" else None
+    if embedded:
+        fed = torch.zeros(rows_count, tokens, text_config(model).hidden_size)
+    else:
+        fed = torch.zeros(rows_count, tokens, dtype=torch.int64)
+    name = EMBEDDINGS if embedded else TOKENS
     args = (
-        torch.zeros(rows_count, tokens, dtype=torch.int64),
+        fed,
         torch.zeros(rows_count, dtype=torch.int64),
         [torch.zeros(rows_count, dtype=torch.int64) for _ in plan.rings],
         rows,
@@ -183,16 +190,16 @@ def trace_step(
             args,
             dynamo=True,
             opset_version=OPSET,
-            input_names=[TOKENS, POSITION, *write_indices, *([ROWS] if role == "prefill" else []), *ring_inputs],
+            input_names=[name, POSITION, *write_indices, *([ROWS] if role == "prefill" else []), *ring_inputs],
             output_names=[LOGITS, *map(updated_name, ring_inputs)],
             dynamic_shapes=dynamic,
             verbose=False,
             optimize=False,
         )
     assert program is not None
-    _check_every_weight_is_used(model, program.model)
+    _check_every_weight_is_used(model, program.model, lookup_of(model, family) if embedded else None)
     if role == "prefill":
-        _name_dynamic_axes(program.model, {TOKENS: (1, "T"), ROWS: (0, "N")})
+        _name_dynamic_axes(program.model, {name: (1, "T"), ROWS: (0, "N")})
     return program.model
 
 
@@ -225,10 +232,15 @@ def _name_dynamic_axes(traced: ir.Model, axes: dict[str, tuple[int, str]]) -> No
             value.shape = ir.Shape(names.get(str(size), size) for size in value.shape)
 
 
-def _check_every_weight_is_used(model: Any, traced: ir.Model) -> None:
-    """A weight that the graph does not read would be a part of the model that was dropped without a word."""
+def _check_every_weight_is_used(model: Any, traced: ir.Model, beside: torch.nn.Module | None) -> None:
+    """A weight that the graph does not read would be a part of the model that was dropped without a word. beside: what the host reads."""
+    tables = [] if beside is None else [id(table) for table in beside.parameters()]
     used = {name for name, value in traced.graph.initializers.items() if value.uses()}
-    dropped = [name for name, _ in model.named_parameters() if not {f"model.{alias}" for alias in _aliases(model, name)} & used]
+    dropped = [
+        name
+        for name, weight in model.named_parameters()
+        if id(weight) not in tables and not {f"model.{alias}" for alias in _aliases(model, name)} & used
+    ]
     if dropped:
         raise UnsupportedError(
             f"{len(dropped)} weights of the model do not reach the graph, the first is {dropped[0]}: this model is not supported"

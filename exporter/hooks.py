@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from sinkring.exporter.experts import run_experts
 from sinkring.models.registry import Family
+from sinkring.models.token_call import text_config
 from sinkring.runtime.errors import UnsupportedError
 from torch import Tensor
 from torch.onnx.ops import rotary_embedding
@@ -86,7 +87,7 @@ def hooked(model: Any, family: Family, angles_of: AnglesOf, attend: Attend) -> I
     attention = getattr(decoder_layers(model, family)[0], family.attention)
     modeling = sys.modules[type(attention).__module__]
     with ExitStack() as stack:
-        stack.enter_context(_implementation(model.config, hooks))
+        stack.enter_context(_implementation(text_config(model), hooks))
         rotary = rotary_module(model, family)
         if rotary is not None:
             stack.enter_context(patch.object(modeling, "apply_rotary_pos_emb", hooks.swapped_rotary if family.swapped else hooks.rotary))
@@ -120,9 +121,9 @@ class _Hooks:
     """The functions that stand in for the model's own. A layer turns its query and key before it attends, so what turned last is its."""
 
     def __init__(self, model: Any, family: Family, angles_of: AnglesOf, attend: Attend) -> None:
-        self._name = model.config.model_type
+        self._name = text_config(model).model_type
         self._family, self._angles_of, self._attend = family, angles_of, attend
-        self._windows = family.window(model.config) if family.window else None
+        self._windows = family.window(text_config(model)) if family.window else None
         self._made: dict[int, str] = {}
         self._kept: list[Tensor] = []  # so that no id of `_made` is given to another tensor
         self._turned_by: str | None = None

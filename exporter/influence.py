@@ -19,6 +19,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, external_data_helper, helper, numpy_helper
 from sinkring.exporter.edited_session import open_edited, run_session
 from sinkring.runtime.bfloat16 import round_to_bfloat16, widen_bfloat16
+from sinkring.runtime.embedding import EmbeddingTable
+from sinkring.runtime.manifest import Manifest
 
 # Of a tensor's own root mean square: as large as what it holds, so that its effect is far above rounding.
 PERTURBATION = 1.0
@@ -53,13 +55,15 @@ class Part:
 class ProbedGraph:
     """One graph of the bundle in `folder`, its inputs (`feeds`, which a caller may change between runs) and its weights at hand.
 
-    logits are those of the first row's last token. parts: of all weights, in the order in which the graph reads them. vocab: V.
+    Tokens are fed as `tokens`, int64 [B,T], also to a graph that takes embedded rows. logits are those of the first row's last token.
+    parts: of all weights, in the order in which the graph reads them.
     Of matrices in blocks it is one of each kind: a product whose scales may change runs many times slower, so those have a session of their
     own.
     """
 
-    def __init__(self, folder: Path, path: str, feeds: dict[str, NDArray[Any]], vocab: int) -> None:
-        self._folder, self.feeds, self._vocab = folder, feeds, vocab
+    def __init__(self, folder: Path, path: str, feeds: dict[str, NDArray[Any]], manifest: Manifest) -> None:
+        self._folder, self.feeds, self._vocab = folder, feeds, manifest.model.vocab_size
+        self._embedding = None if manifest.embedding is None else EmbeddingTable(folder, manifest.embedding)
         model = onnx.load(folder / path, load_external_data=False)
         self._narrow = {value.name for value in model.graph.input if value.type.tensor_type.elem_type == TensorProto.BFLOAT16}
         self._weights = {tensor.name: tensor for tensor in model.graph.initializer if _is_weight(tensor)}
@@ -81,7 +85,7 @@ class ProbedGraph:
     def _logits(self, changed: dict[str, NDArray[Any]], attempt: int, blocks: bool) -> NDArray[np.float32]:
         tokens = (self.feeds["tokens"] + attempt * 7) % self._vocab
         session = self._block_session if blocks else self._session
-        (out,) = run_session(session, ["logits"], {**self.feeds, **changed, "tokens": tokens})
+        (out,) = run_session(session, ["logits"], self._given({**self.feeds, **changed, "tokens": tokens}))
         found: NDArray[np.float32] = out[0, -1]
         return found
 
@@ -104,7 +108,14 @@ class ProbedGraph:
 
     def outputs(self, names: Sequence[str]) -> list[NDArray[Any]]:
         """Of one run with the feeds as they are."""
-        return run_session(self._session, names, self.feeds)
+        return run_session(self._session, names, self._given(self.feeds))
+
+    def _given(self, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        if self._embedding is None:
+            return feeds
+        others = {name: array for name, array in feeds.items() if name != "tokens"}
+        tokens = feeds["tokens"]
+        return {**others, "embeddings": self._embedding.of_tokens(tokens.ravel()).reshape(*tokens.shape, -1)}
 
     def effect(self, changed: dict[str, NDArray[Any]]) -> float:
         """Largest |change| of a logit. One token may by chance look so little at itself that its own key and value vanish in rounding.

@@ -5,6 +5,7 @@ from typing import Any
 from sinkring.exporter.hooks import rotary_module
 from sinkring.models.registry import Family
 from sinkring.models.rope import rope_frequencies, rope_length
+from sinkring.models.token_call import text_config
 from sinkring.runtime.ring import RingGeometry
 from torch import Tensor
 
@@ -15,7 +16,7 @@ def frequencies(model: Any, family: Family, rope: str, length: int) -> tuple[Ten
     Raises UnsupportedModel; see `rope_frequencies`.
     """
     if family.frequencies is not None:
-        return family.frequencies(model.config), 1.0
+        return family.frequencies(text_config(model)), 1.0
     return rope_frequencies(rotary_module(model, family), length, rope or None)
 
 
@@ -23,5 +24,5 @@ def frequencies_for(model: Any, family: Family, rope: str, policy: str, geometry
     """The same for a stream's cache. Raises UnsupportedModel where no one set of angles serves it."""
     length = geometry.sinks_tokens + geometry.window_tokens
     if family.frequencies is None:
-        length = rope_length(model.config, policy, geometry.sinks_tokens, geometry.window_tokens, rope or None)
+        length = rope_length(text_config(model), policy, geometry.sinks_tokens, geometry.window_tokens, rope or None)
     return frequencies(model, family, rope, length)

@@ -196,7 +196,9 @@ def _decode_calls(decoder: Decoder, manifest: Manifest, ids: NDArray[np.int64]) 
     for row in range(decoder.manifest.batch):
         backend.reset_row(row)
     for position, token in enumerate(ids):
-        backend.tokens[:], backend.position[:] = token, position
+        for row in range(decoder.manifest.batch):
+            decoder.place_token(row, int(token))
+        backend.position[:] = position
         for index, ring in zip(backend.write_index, manifest.rings, strict=True):
             index[:] = ring.geometry.slot(position)
         backend.decode()

@@ -64,22 +64,28 @@ def check_weight_format(weights: str, keep: Sequence[str], block: int | None = N
 
 
 def choose_weights(
-    loaded: LoadedModel, weights: str, keep: Sequence[str], form: WeightForm = "blocks", block: int | None = None
+    loaded: LoadedModel,
+    weights: str,
+    keep: Sequence[str],
+    form: WeightForm = "blocks",
+    block: int | None = None,
+    beside: torch.nn.Module | None = None,
 ) -> StoredWeights:
     """The blocks of every matrix that is not kept. Patterns are those of fnmatch, against names such as model.layers.0.mlp.up_proj.weight.
 
-    form: what the targets read. block: of form "qdq" and int4, the most weights that share a scale.
+    form: what the targets read. block: of form "qdq" and int4, the most weights that share a scale. beside: an embedding that the host
+    looks up, and no graph.
     Raises InputError for a pattern that no matrix matches.
     """
     if weights == "fp32":
         return StoredWeights({}, (), ())
     if form == "qdq":
-        return _choose_symmetric(loaded, weights, keep, block or QDQ_BLOCK)
+        return _choose_symmetric(loaded, weights, keep, block or QDQ_BLOCK, beside)
     ours = _gguf_blocks(loaded)
     blocks: dict[str, BlockMatrix] = {}
     taken: list[str] = []
     kept: list[str] = []
-    for name, weight, is_table, matched in _to_choose(loaded.model, keep):
+    for name, weight, is_table, matched in _to_choose(loaded.model, keep, beside):
         if matched or weight.shape[1] % BLOCK:
             kept.append(name)
             continue
@@ -91,7 +97,7 @@ def choose_weights(
     return StoredWeights(blocks, tuple(taken), tuple(kept))
 
 
-def _choose_symmetric(loaded: LoadedModel, weights: Any, keep: Sequence[str], wanted: int) -> StoredWeights:
+def _choose_symmetric(loaded: LoadedModel, weights: Any, keep: Sequence[str], wanted: int, beside: torch.nn.Module | None) -> StoredWeights:
     matrices: dict[str, SymmetricMatrix] = {}
     kept: list[str] = []
     theirs = loaded.packed
@@ -100,7 +106,7 @@ def _choose_symmetric(loaded: LoadedModel, weights: Any, keep: Sequence[str], wa
             f"weights={weights!r}: the source stores {other} in {theirs[other].kind}: use weights {theirs[other].kind}, or fp32 for all "
             "in floats"
         )
-    for name, weight, _, matched in _to_choose(loaded.model, keep):
+    for name, weight, _, matched in _to_choose(loaded.model, keep, beside):
         block = largest_block(weight.shape[1], wanted) if weights == "int4" else weight.shape[1]
         if matched or block is None or (theirs and name not in theirs):
             # What ModelOpt left alone stays so.
@@ -117,9 +123,9 @@ def _as_it_is(packed: PackedMatrix) -> SymmetricMatrix:
     return SymmetricMatrix(packed.kind, packed.block, values.astype(VALUE_DTYPES[packed.kind]), packed.scales.numpy())
 
 
-def _to_choose(model: Any, keep: Sequence[str]) -> Iterator[tuple[str, torch.Tensor, bool, bool]]:
+def _to_choose(model: Any, keep: Sequence[str], beside: torch.nn.Module | None) -> Iterator[tuple[str, torch.Tensor, bool, bool]]:
     """`_matrices`, each with whether a pattern of `keep` matches its name. Raises InputError, first, for a pattern that none matches."""
-    matrices = list(_matrices(model))
+    matrices = list(_matrices(model, beside))
     for pattern in keep:
         if not any(fnmatchcase(name, pattern) for name, _, _ in matrices):
             raise InputError(f"keep_fp32={pattern!r}: no weight has such a name; names look like {next(iter(matrices))[0]}")
@@ -150,18 +156,21 @@ def take_over(blocks: GgufBlocks, weight: torch.Tensor, bits: int, *, residuals:
 
 def _gguf_blocks(loaded: LoadedModel) -> dict[str, GgufBlocks]:
     source = resolve_source(loaded.source)
-    names = [name for name, _, _ in _matrices(loaded.model)]
+    names = [name for name, _, _ in _matrices(loaded.model, None)]
     return read_gguf_blocks(source.path, loaded.config, names) if source.kind == "gguf" else {}
 
 
-def _matrices(model: Any) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def _matrices(model: Any, beside: torch.nn.Module | None) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """(name, weight [N,K], whether it is the embedding or the head) of each matrix that a layer multiplies with or looks up, each once."""
-    tables = {id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None}
+    tables = {id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if hasattr(module, "weight")}
+    heads = {id(parameter) for parameter in (model.get_output_embeddings() or torch.nn.Module()).parameters()}
     seen = set()
     for name, module in model.named_modules():
         if not isinstance(module, torch.nn.Linear) and id(module) not in tables:
             continue
         weight = module.weight
+        if module is beside and id(weight) not in heads:
+            continue
         if id(weight) not in seen:
             seen.add(id(weight))
             yield f"{name}.weight", weight.detach(), id(module) in tables

@@ -13,7 +13,7 @@ import torch
 from sinkring.models.errors import UnsupportedModel
 from sinkring.models.patch import attention_implementation
 from sinkring.models.rotation import AngleSet, Rotation, angle_sets
-from sinkring.models.token_call import run_on_ids, text_config
+from sinkring.models.token_call import run_decoder, text_config
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -99,7 +99,7 @@ def _keys_at(model: PreTrainedModel, position: int) -> list[Tensor]:
     cache: Any = DynamicCache()
     ids = torch.arange(_PROBE_TOKENS) + 1
     with torch.no_grad(), attention_implementation(model, "eager"):
-        run_on_ids(model, ids, torch.full((_PROBE_TOKENS,), position), cache)
+        run_decoder(model, ids, torch.full((_PROBE_TOKENS,), position), cache)
     return [layer.keys[0] for layer in cache.layers]
 
 

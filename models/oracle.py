@@ -31,7 +31,7 @@ from sinkring.models.patch import (
 )
 from sinkring.models.rotation import AngleSet, exact_angles
 from sinkring.models.streaming_cache import Turn, streaming_cache
-from sinkring.models.token_call import run_on_ids, text_config
+from sinkring.models.token_call import run_decoder, text_config
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -58,7 +58,7 @@ def masked_dense_logits(
     exact_angles: bool = True,
     narrow: torch.dtype | None = None,
 ) -> Tensor:
-    """Logits [N, V] of the native policy for ids [N] int64, in the model's dtype.
+    """Logits [N, V] of the native policy for ids [N] int64, or embedded rows [N, hidden] in their place, in the model's dtype.
 
     Eager Hugging Face attention over the whole sequence under an explicit additive mask in layers with full attention, and under Hugging
     Face's own in the others. Token i of the stream is at position start_position + i. The model's angles are computed in float64;
@@ -74,7 +74,7 @@ def masked_dense_logits(
 
 @torch.no_grad()
 def streaming_logits(model: PreTrainedModel, ids: Tensor, sinks: int, window: int, narrow: torch.dtype | None = None) -> Tensor:
-    """Logits [N, V] of the streaming policy for ids [N] int64, in the model's dtype (float32 or float64).
+    """Logits [N, V] of the streaming policy for ids [N] int64, or embedded rows [N, hidden], in the model's dtype (float32 or float64).
 
     narrow: a type of 16 bits that the model is rounded to, for good, and runs in: no oracle, but what rounding does to eager PyTorch.
 
@@ -132,7 +132,7 @@ def _dense(
         full_masks_replaced(model, windows, biased),
         exact_angles(model, length) if exact else nullcontext(),
     ):
-        return run_on_ids(model, ids, positions)
+        return run_decoder(model, ids, positions)
 
 
 def _streaming_in_steps(model: PreTrainedModel, layers: tuple[Layer, ...], ids: Tensor, sinks: int, window: int) -> Tensor:
@@ -146,7 +146,7 @@ def _streaming_in_steps(model: PreTrainedModel, layers: tuple[Layer, ...], ids: 
         alibi_by_cache_index(model, sinks + window),
         full_masks_replaced(model, tuple(layer.window for layer in layers), None),
     ):
-        steps = [run_on_ids(model, ids[step : step + 1], start, cache) for step in range(len(ids))]
+        steps = [run_decoder(model, ids[step : step + 1], start, cache) for step in range(len(ids))]
     return torch.cat(steps)
 
 
@@ -168,7 +168,7 @@ def _streaming_in_blocks(model: PreTrainedModel, layers: tuple[Layer, ...], ids:
 
     with attention_seen(model, attend):
         # At position 0 the model's own rotation turns nothing.
-        logits = run_on_ids(model, ids, torch.zeros(tokens, dtype=torch.int64))
+        logits = run_decoder(model, ids, torch.zeros(tokens, dtype=torch.int64))
     if len(seen) != len(layers):
         raise UnsupportedModel(f"{model.config.model_type}: {len(layers) - len(seen)} of {len(layers)} layers attend by themselves")
     return logits
@@ -209,10 +209,14 @@ def _attend_each(query: Tensor, key: Tensor, value: Tensor, caches: list[list[in
 def _check(model: PreTrainedModel, ids: Tensor, sinks: int, window: int) -> tuple[Layer, ...]:
     if sinks < 0 or window < 1:
         raise ModelError(f"oracle: sinks={sinks}, window={window}; sinks must be 0 or more, window 1 or more (the current token counts)")
-    if ids.dim() != 1 or ids.dtype != torch.int64 or len(ids) == 0:
-        raise ModelError(f"oracle: ids are {ids.dtype} of shape {tuple(ids.shape)}; expected int64 of shape [N], N >= 1")
-    vocabulary = int(text_config(model).vocab_size)
-    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+    vocabulary, hidden = int(text_config(model).vocab_size), int(text_config(model).hidden_size)
+    rows = ids.dim() == 2 and ids.dtype == model.dtype and ids.shape[1] == hidden and len(ids) > 0
+    if not rows and (ids.dim() != 1 or ids.dtype != torch.int64 or len(ids) == 0):
+        raise ModelError(
+            f"oracle: ids are {ids.dtype} of shape {tuple(ids.shape)}; expected int64 of shape [N], N >= 1, "
+            f"or rows {model.dtype} [N, {hidden}]"
+        )
+    if not rows and (int(ids.min()) < 0 or int(ids.max()) >= vocabulary):
         raise ModelError(f"oracle: ids reach from {int(ids.min())} to {int(ids.max())}; the model knows 0 to {vocabulary - 1}")
     check_dtype(model)
     check_masks(model, trained_windows(model))
@@ -227,7 +231,7 @@ def _probe(model: PreTrainedModel, layers: tuple[Layer, ...], ids: Tensor, forms
     """
     few = ids[: min(_PROBE_TOKENS, *(layer.window or _PROBE_TOKENS for layer in layers))]
     with attention_implementation(model, attention_with_alibi(model)):
-        expected = run_on_ids(model, few)
+        expected = run_decoder(model, few)
     limit = _PROBE_TOLERANCE * max(1.0, float(expected.abs().max()))
     reason = ""
     for name, form in forms.items():

@@ -14,13 +14,10 @@ _LATENT = "it caches a latent of keys and values (MLA), not keys and values; use
 _CROSS = "its decoder attends to an encoder (cross-attention); use a decoder-only model"
 _CHUNKED = "its layers attend within fixed chunks of the sequence, which no ring stores; use a model with full or sliding-window attention"
 _CODES = (
-    "each of its steps takes the codes of several audio codebooks beside the text token, and a bundle's step takes one token id; "
-    "use a decoder whose input is one token id"
+    "each of its steps takes the codes of several audio codebooks and gives such codes, by a second decoder inside the step; "
+    "use a decoder that gives one token a step"
 )
-_AUDIO = (
-    "each of its steps adds an embedding of audio to that of the token, and a bundle's step takes one token id; "
-    "use a decoder whose input is one token id"
-)
+_AUDIO = "its audio encoder's rows stand in the place of tokens; use its text decoder, a Llama, by itself and with --inputs embeddings"
 
 REFUSED = {
     **dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neo", "opt", "biogpt", "ctrl", "openai-gpt", "xglm", "codegen2", "imagegpt"), _LEARNED),
@@ -53,8 +50,8 @@ REFUSED = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "minicpm3", "kimi_k2", "longcat_flash", "youtu", "glm_moe_dsa"), _LATENT),
     **dict.fromkeys(("t5", "bart", "mbart", "marian", "pegasus", "blenderbot", "whisper", "mllama", "t5gemma", "musicgen"), _CROSS),
     **dict.fromkeys(("llama4", "llama4_text"), _CHUNKED),
-    **dict.fromkeys(("kyutai_speech_to_text", "csm"), _CODES),
-    **dict.fromkeys(("voxtral", "voxtral_realtime"), _AUDIO),
+    **dict.fromkeys(("csm",), _CODES),
+    **dict.fromkeys(("voxtral",), _AUDIO),
 }
 
 

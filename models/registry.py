@@ -44,6 +44,10 @@ class Family:
     alibi_slopes: slopes [H] of a model with linear biases, as they are added to the scaled scores: -slope * distance.
     forward: stands in for the attention's own `forward` where that does not go through the registry: called with
     (attend, rotate, module, *args, **kwargs), attend(module, query [B,H,T,D], key [B,G,T,D], value [B,G,T,D], scale) -> [B,T,H*D].
+    beside_tokens: what a step takes beside a token id, so that its graphs take embedded rows; nothing in most.
+    step: stands in for a call of the model: (model, {input_ids [B,T] or inputs_embeds [B,T,hidden]}, positions, rows) -> logits; see `run`.
+    lookup: of a model, the module that makes a row of each id, where that is not what transformers calls its input embeddings.
+    codebooks: of a configuration, what `runtime.manifest.Codebooks` has, for a model that adds rows of audio codes.
     """
 
     name: str
@@ -64,6 +68,17 @@ class Family:
     context: Callable[[Any], int] | None = None
     alibi_slopes: Callable[[Any], tuple[float, ...] | None] | None = None
     forward: Callable[..., Any] | None = None
+    beside_tokens: str = ""
+    step: Callable[..., Any] | None = None
+    lookup: Callable[[Any], Any] | None = None
+    codebooks: Callable[[Any], dict[str, int]] | None = None
+
+    def run(self, model: Any, fed: Any, positions: Any, rows: Any) -> Any:
+        """Logits [B,T,V], or [B,N,V] of the tokens `rows` int64 [N], for ids int64 [B,T] or float32 [B,T,hidden] at `positions` [B,T]."""
+        given = {"inputs_embeds": fed.to(model.dtype)} if fed.is_floating_point() else {"input_ids": fed}
+        if self.step is not None:
+            return self.step(model, given, positions, rows)
+        return model(**given, position_ids=positions, use_cache=False, logits_to_keep=0 if rows is None else rows).logits
 
 
 @cache
@@ -85,7 +100,8 @@ def find_family(config: Any) -> Family:
         raise UnsupportedModel(
             f"architecture {config.model_type!r} needs transformers >= {family.since}, here is {version('transformers')}: install that one"
         )
-    check_settings(config, family.rope_types if family.rotary else (), family.partial)
+    for part in {id(one): one for one in (config, config.get_text_config())}.values():
+        check_settings(part, family.rope_types if family.rotary else (), family.partial)
     return family
 
 
@@ -100,4 +116,4 @@ def _numbers(said: str) -> tuple[int, ...]:
 
 def context_tokens(config: Any, family: Family) -> int:
     """Tokens of the longest sequence the model was trained for."""
-    return int(family.context(config) if family.context else config.max_position_embeddings)
+    return int(family.context(config) if family.context else config.get_text_config().max_position_embeddings)

@@ -31,6 +31,12 @@ _DECLARED_IN_VAIN: dict[str, dict[str, Callable[[Any, Any], bool]]] = {
     },
     "gpt_oss": {"hidden_act": lambda value, _: value == "silu"},
 }
+# Set by the class itself on what is no field of it, and read by no part of the model that is here.
+_SET_BY_CLASS = {
+    "kyutai_speech_to_text": ("frame_size",),
+    "voxtral_realtime": ("hidden_size",),
+    "voxtral_realtime_text": ("tie_word_embeddings",),  # which the whole model's configuration decides
+}
 # Of fields that other architectures give a meaning to, where the class does not declare them.
 _UNDECLARED: dict[str, Callable[[Any, Any], bool]] = {
     "sliding_window": lambda value, _: not value,
@@ -126,7 +132,7 @@ def check_settings(config: Any, rope_types: tuple[str, ...], partial: bool) -> N
                     f"{config.model_type}: {field}={value!r} is not honoured by transformers' {config.model_type} nor here; remove it if "
                     "the model was trained without it, or use another model"
                 )
-        elif field not in known and field not in _WITHOUT_EFFECT:
+        elif field not in known and field not in _WITHOUT_EFFECT and field not in _SET_BY_CLASS.get(config.model_type, ()):
             raise UnsupportedModel(
                 f"{config.model_type}: {field}={value!r} in its configuration is unknown to transformers' {type(config).__name__}, which "
                 "passes it over; remove it if it changes nothing, or use another model"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from sinkring.models.errors import ModelError, SourceError, UnsupportedModel
 from sinkring.models.fetch import KNOWN_WEIGHTS, fetch_weights, file_sha256
 from sinkring.models.gguf_file import check_all_read, gguf_read_once, inspect_gguf
@@ -26,6 +27,12 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 # Of a model that also reads images or sound: what its text decoder's weights are called in the checkpoint, and what else is in there.
 _TEXT_PART: dict[str | None, tuple[dict[str, str], tuple[str, ...]]] = {
     "gemma3": ({r"^(?:model\.)?language_model\.(?:model\.)?": "model."}, ("vision_tower.", "multi_modal_projector."))
+}
+
+# Speech models whose text decoder is no class of AutoModelForCausalLM: the class, and the parts that are dropped once its weights are read.
+_SPEECH: dict[str, tuple[str, tuple[str, ...]]] = {
+    "kyutai_speech_to_text": ("KyutaiSpeechToTextForConditionalGeneration", ("codec_model",)),
+    "voxtral_realtime": ("VoxtralRealtimeForConditionalGeneration", ("model.audio_tower", "model.multi_modal_projector")),
 }
 
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -115,9 +122,10 @@ def load_model(source: str, dtype: torch.dtype = torch.float32) -> LoadedModel:
             tokenizer = read_tokenizer(found.path) if gguf is None or gguf.has_tokenizer else None
     generation = getattr(model, "generation_config", None)
     stops = set(tokenizer.stop_ids) if tokenizer else set()
-    for eos in (config.eos_token_id, getattr(generation, "eos_token_id", None)):
+    text = config.get_text_config()
+    for eos in (text.eos_token_id, getattr(generation, "eos_token_id", None)):
         stops.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    bos = tokenizer.bos_id if tokenizer and tokenizer.bos_id is not None else config.bos_token_id
+    bos = tokenizer.bos_id if tokenizer and tokenizer.bos_id is not None else text.bos_token_id
     return LoadedModel(
         model=model.eval().requires_grad_(False),
         config=model.config,
@@ -212,7 +220,7 @@ def _read_config(source: Source) -> PreTrainedConfig:
     refuse_by_name(config.model_type)
     if config.model_type in _TEXT_PART:
         return config.get_text_config()
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if config.model_type not in _SPEECH and type(config) not in AutoModelForCausalLM._model_mapping:
         raise UnsupportedModel(
             f"{source.path}: architecture {config.model_type!r} is no decoder with a language-model head; give one that is"
         )
@@ -237,11 +245,12 @@ def _read_packed(source: Source) -> ModelOptWeights | None:
 
 def _read_weights(source: Source, config: PreTrainedConfig, dtype: torch.dtype, packed: ModelOptWeights | None) -> PreTrainedModel:
     names, others = _text_part(source)
+    speech, unused = _SPEECH.get(config.model_type, ("", ()))
     where = _where(source) if packed is None else {"pretrained_model_name_or_path": None, "state_dict": packed.state}
     # The class itself takes a state in place of a path.
     kind: Any = AutoModelForCausalLM if packed is None else AutoModelForCausalLM._model_mapping[type(config)]
     with _reading(source):
-        loaded: Any = kind.from_pretrained(
+        loaded: Any = (getattr(transformers, speech) if speech else kind).from_pretrained(
             **where,
             config=config,
             dtype=dtype,
@@ -265,6 +274,9 @@ def _read_weights(source: Source, config: PreTrainedConfig, dtype: torch.dtype, 
                 f"{source.path}: weights and config disagree, {fault.replace('_', ' ')}: {len(faulty)}, first {faulty[0]}; "
                 "copy the source again, or give one that is complete"
             )
+    for part in unused:
+        owner, _, name = part.rpartition(".")
+        setattr(model.get_submodule(owner), name, None)
     if source.kind == "gguf":
         # The weights are plain tensors now; left marked as quantized, the model could be neither cast nor saved.
         loaded[0].hf_quantizer.remove_quantization_config(model)

@@ -1,4 +1,4 @@
-"""How a Hugging Face decoder is run on token ids alone, also one that is part of a speech model and takes other inputs beside them."""
+"""How a Hugging Face decoder is run on token ids alone or on embedded rows, also one that is part of a speech model."""
 
 import inspect
 from typing import Any
@@ -21,9 +21,10 @@ def text_config(model: PreTrainedModel) -> Any:
     return decoder_of(model).config
 
 
-def run_on_ids(model: PreTrainedModel, ids: Tensor, positions: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+def run_decoder(model: PreTrainedModel, fed: Tensor, positions: Tensor | None = None, cache: Cache | None = None) -> Tensor:
     """Logits [N, V] for ids [N] int64 at `positions` [N] int64 (default: 0, 1, ...), with the keys of `cache` before them.
 
+    Or for rows [N, hidden], what the layers are given in place of ids. Of ids alone
     Kyutai speech-to-text hears padding from all its audio codebooks; Voxtral Realtime hears nothing and has its default delay.
     """
     options: dict[str, Any] = {"use_cache": cache is not None}
@@ -38,12 +39,16 @@ def run_on_ids(model: PreTrainedModel, ids: Tensor, positions: Tensor | None = N
     if hasattr(base, "time_embedding"):
         delay = torch.full((1,), model.config.default_num_delay_tokens, dtype=model.dtype)
         condition = base.time_embedding(delay)[None]
-        hidden = decoder_of(model)(input_ids=ids[None], t_cond=condition, **options).last_hidden_state
+        named = "inputs_embeds" if fed.is_floating_point() else "input_ids"
+        hidden = decoder_of(model)(**{named: fed[None]}, t_cond=condition, **options).last_hidden_state
         spoken: Tensor = model.lm_head(hidden)[0]
         return spoken
-    tokens = ids[None]
+    if fed.is_floating_point():
+        embedded: Tensor = model(inputs_embeds=fed[None].to(model.dtype), **options).logits
+        return embedded[0]
+    tokens = fed[None]
     if hasattr(model.config, "audio_pad_token_id"):
-        silence = torch.full((len(ids), model.config.num_codebooks), model.config.audio_pad_token_id)
-        tokens = torch.cat((ids[:, None], silence), dim=1)[None]
+        silence = torch.full((len(fed), model.config.num_codebooks), model.config.audio_pad_token_id)
+        tokens = torch.cat((fed[:, None], silence), dim=1)[None]
     logits: Tensor = model(input_ids=tokens, **options).logits
     return logits[0]

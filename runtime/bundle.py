@@ -31,6 +31,15 @@ def check_consistent(bundle: Path, manifest: Manifest) -> None:
         manifest.file(path)
     if manifest.batch < 1 or manifest.chunk < 1:
         raise fail("batch, chunk", (manifest.batch, manifest.chunk), "1 or more")
+    if (embedding := manifest.embedding) is not None:
+        books = embedding.codebooks
+        last = manifest.model.vocab_size if books is None else max(books.first + books.count * books.size, books.silence + 1)
+        if embedding.rows < max(last, manifest.model.vocab_size):
+            raise fail("embedding: rows", embedding.rows, f"{max(last, manifest.model.vocab_size)} or more")
+        if books is not None and min(books.count, books.size, books.first, books.silence + 1) < 1:
+            raise fail("embedding: codebooks", books, "counts of 1 or more")
+        if embedding.hidden_size != manifest.model.hidden_size:
+            raise fail("embedding: hidden_size", embedding.hidden_size, f"the model's, {manifest.model.hidden_size}")
     for ring in manifest.rings:
         longest = ring.geometry.longest_chunk
         if manifest.chunk > longest:
@@ -63,6 +72,8 @@ def _named_paths(manifest: Manifest) -> Iterator[tuple[str, str]]:
         yield "engines", engine.path
         yield "engines: report", engine.report
         yield "engines: graph", engine.graph_path
+    if manifest.embedding is not None:
+        yield "embedding", manifest.embedding.table
     if manifest.tokenizer is not None:
         yield "tokenizer", manifest.tokenizer.tokenizer
         if manifest.tokenizer.chat_template is not None:

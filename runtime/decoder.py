@@ -6,16 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from sinkring.runtime.backends import Backend, open_backend
 from sinkring.runtime.bundle import check_consistent, check_files
 from sinkring.runtime.device_sampling import DRAW, GREEDY
+from sinkring.runtime.embedding import EmbeddingTable, Rows, check_rows
 from sinkring.runtime.errors import CapacityError, InputError
 from sinkring.runtime.manifest import Manifest
 from sinkring.runtime.metrics import Metrics, Recorder, counts_refusals
 from sinkring.runtime.ring import split_chunks
 from sinkring.runtime.snapshot import read_snapshot
 from sinkring.runtime.stream import Stream
+from sinkring.runtime.token_ids import Ids, check_ids
 
 
 def open_bundle(
@@ -38,14 +40,18 @@ def open_bundle(
     manifest = Manifest.read(path)
     check_consistent(path, manifest)
     check_files(path, manifest, hashes=verify)
-    return Decoder(path, manifest, open_backend(backend, path, manifest, target, options), alarms)
+    table = None if manifest.embedding is None else EmbeddingTable(path, manifest.embedding)
+    return Decoder(path, manifest, open_backend(backend, path, manifest, target, options), alarms, table)
 
 
 class Decoder:
     """Made by `open_bundle`. Use as a context manager, or call `close`. Not thread-safe: one thread at a time."""
 
-    def __init__(self, path: Path, manifest: Manifest, backend: Backend, alarms: bool = True) -> None:
+    def __init__(
+        self, path: Path, manifest: Manifest, backend: Backend, alarms: bool = True, embedding: EmbeddingTable | None = None
+    ) -> None:
         self.path, self.manifest, self.backend, self.alarms = path, manifest, backend, alarms
+        self._embedding = embedding
         self._geometries = tuple(ring.geometry for ring in manifest.rings)
         self._free = list(range(manifest.batch))
         self._streams: dict[int, Stream] = {}
@@ -99,8 +105,35 @@ class Decoder:
         return self._streams[row]
 
     @counts_refusals
-    def step(self, tokens: Mapping[Stream, int]) -> dict[Stream, NDArray[np.float32]]:
+    def embed(self, ids: Ids, codes: ArrayLike | None = None) -> Rows:
+        """What the model embeds tokens as: float32 [T,hidden] of ids [T], for `Stream.feed_embeddings` with an encoder's rows added.
+
+        codes [T,K]: of a model with K audio codebooks, the code of each beside each token; by default silence in all. ids may be any row of
+        the table: some models have start tokens that lie beyond the vocabulary of their logits.
+        Raises InputError for what is outside the table, and for a bundle that takes token ids.
+        """
+        self.require_open()
+        return self._table("embed").embed(ids, codes)
+
+    def check_rows(self, rows: ArrayLike, call: str) -> Rows:
+        """Called by a stream: rows as they can be run. Raises InputError."""
+        return check_rows(rows, self._table(call).hidden_size, call)
+
+    def checked_next(self, token: int | Rows) -> int | Rows:
+        """Called by a stream: a token, or the row of one, as it can be run. Raises InputError."""
+        if isinstance(token, np.ndarray) and token.ndim == 1:
+            return self.check_rows(token[None], "step")[0]
+        return int(check_ids([token], self.manifest.model.vocab_size, "step")[0])  # type: ignore[list-item]  # what is no token is refused
+
+    def joined(self, pending: NDArray[np.int64], fed: NDArray[np.int64] | Rows) -> NDArray[np.int64] | Rows:
+        """Called by a stream: tokens, and after them tokens or rows, as one."""
+        return np.concatenate([pending if fed.ndim == 1 else self._table("feed").of_tokens(pending), fed])
+
+    @counts_refusals
+    def step(self, tokens: Mapping[Stream, int | Rows]) -> dict[Stream, NDArray[np.float32]]:
         """Append one token to each of the named streams, in one call of the decode graph; no other stream changes by a bit.
+
+        In a bundle that takes embeddings a token may be a row, float32 [hidden], in its place.
 
         Returns float32 [V] for each: the logits after its token.
         Raises InputError or CapacityError, before anything has changed, for an id outside [0, V), a stream of another decoder or a closed
@@ -153,8 +186,8 @@ class Decoder:
             for name, values in sampling.items():
                 inputs[name] = np.full_like(positions, GREEDY[name])
                 inputs[name][:, stream.row] = values
-        self.backend.tokens[:] = 0
-        self.backend.tokens[stream.row] = first
+        self.backend.input[:] = 0
+        self.backend.input[stream.row] = first
         began = time.perf_counter()
         picked = self.backend.extend(inputs, [row for row in self._streams if row != stream.row])
         # Not as a decode call, whose time is that of one step.
@@ -202,18 +235,26 @@ class Decoder:
                     "reset the stream, export with a larger --capacity, or with --policy streaming for streams without end"
                 )
 
-    def run(self, row: int, position: int, tokens: NDArray[np.int64], all_logits: bool) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
-        """Feed a row in chunks. Yields (start, stop, logits [stop-start,V] or [1,V]); the next call overwrites logits."""
+    def run(
+        self, row: int, position: int, fed: NDArray[np.int64] | Rows, all_logits: bool
+    ) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
+        """Feed a row in chunks: tokens int64 [n], or rows float32 [n,hidden].
+
+        Yields (start, stop, logits [stop-start,V] or [1,V]); the next call overwrites logits.
+        """
         start = 0
-        for length in split_chunks(position, len(tokens), self.manifest.chunk, self._geometries):
+        for length in split_chunks(position, len(fed), self.manifest.chunk, self._geometries):
             stop = start + length
             at = position + start
             if length == 1 and self.manifest.batch == 1:
-                logits = self._decode_one(int(tokens[start]), at)
+                logits = self._decode_one(fed[start], at)
             else:
                 write_index = tuple(geometry.slot(at) for geometry in self._geometries)
                 began = time.perf_counter()
-                logits = self.backend.prefill(row, tokens[start:stop], at, write_index, all_logits)
+                piece = fed[start:stop]
+                if self._embedding is not None and piece.ndim == 1:
+                    piece = self._embedding.of_tokens(piece.astype(np.int64, copy=False))
+                logits = self.backend.prefill(row, piece, at, write_index, all_logits)
                 self.recorder.call(began, length, decode=False)
             yield start, stop, logits
             start = stop
@@ -235,17 +276,29 @@ class Decoder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _decode_one(self, token: int, position: int) -> NDArray[np.float32]:
+    def _decode_one(self, token: int | Rows, position: int) -> NDArray[np.float32]:
         self._place(0, token, position)
         began = time.perf_counter()
         self.backend.decode()
         self.recorder.call(began, 1, decode=True)
         return self.backend.logits[0]
 
-    def _place(self, row: int, token: int, position: int) -> None:
+    def place_token(self, row: int, token: int | Rows) -> None:
+        """Fill a row of the decode graph's input: with a token, embedded where the graph takes rows, or with a row."""
+        if self._embedding is None or isinstance(token, np.ndarray):
+            self.backend.input[row, 0] = token
+        else:
+            self._embedding.put_token(token, self.backend.input[row, 0])
+
+    def _table(self, call: str) -> EmbeddingTable:
+        if self._embedding is None:
+            raise InputError(f"{call}: the graphs of {self.path} take token ids, give it those; or export with --inputs embeddings")
+        return self._embedding
+
+    def _place(self, row: int, token: int | Rows, position: int) -> None:
         """Fill a row of the decode graph's inputs."""
         backend = self.backend
-        backend.tokens[row, 0] = token
+        self.place_token(row, token)
         backend.position[row] = position
         for buffer, geometry in zip(backend.write_index, self._geometries, strict=True):
             buffer[row] = geometry.slot(position)

@@ -141,6 +141,34 @@ class WeightStorage:
 
 
 @dataclass(frozen=True)
+class Codebooks:
+    """Rows of an embedding beside those of tokens: `count` codebooks of `size` codes, whose rows in `table` begin at `first`.
+
+    Row first + k * size + c is code c of codebook k. `silence` is the code, and the row, of a codebook that says nothing.
+    """
+
+    count: int
+    size: int
+    first: int
+    silence: int
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """What the host needs to embed tokens for graphs that take embedded rows.
+
+    table: path of a NumPy file [rows, hidden_size] of `dtype`; row i is what token i is embedded as, a model's own factors included. The
+    row of a step is that of its token, plus in a model with codebooks those of its codes.
+    """
+
+    table: str
+    rows: int
+    hidden_size: int
+    dtype: str
+    codebooks: Codebooks | None = None
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything a runtime needs to know about a bundle. Shapes use the alphabet of the README."""
 
@@ -158,8 +186,28 @@ class Manifest:
     engines: tuple[Engine, ...] = ()
     tokenizer: Tokenizer | None = None
     weights: WeightStorage = WeightStorage()
+    embedding: Embedding | None = None
     format: str = FORMAT
     format_version: int = FORMAT_VERSION
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn, none without a tokenizer."""
+        return self.tokenizer.stop_ids if self.tokenizer else ()
+
+    @property
+    def input_name(self) -> str:
+        """Of the graph input that a step is fed."""
+        return "tokens" if self.embedding is None else "embeddings"
+
+    @property
+    def input_dtype(self) -> str:
+        return "int64" if self.embedding is None else "float32"
+
+    @property
+    def input_row(self) -> tuple[int, ...]:
+        """Its axes behind [B,T]: none for token ids."""
+        return () if self.embedding is None else (self.embedding.hidden_size,)
 
     @property
     def cache_bytes(self) -> int:
@@ -182,7 +230,9 @@ class Manifest:
     def contract(self) -> dict[str, Any]:
         """What a graph and its runtime must agree on, as plain JSON values. Every graph of a bundle carries it in its metadata, under
         CONTRACT_KEY: the manifest itself is hashed by nobody, and a wrong number in it would write a wrong slot without an error."""
-        fields = ("policy", "batch", "chunk", "dtype", "position_limit", "rings", "states")
+        fields = ["policy", "batch", "chunk", "dtype", "position_limit", "rings", "states"]
+        if self.embedding is not None:
+            fields.append("embedding")
         whole = dataclasses.asdict(self)
         contract: dict[str, Any] = json.loads(json.dumps({name: whole[name] for name in fields}))
         return contract

@@ -19,6 +19,7 @@ from sinkring.runtime.bfloat16 import host_dtype
 from sinkring.runtime.errors import BundleError, DependencyError, InputError
 from sinkring.runtime.manifest import Manifest
 from sinkring.runtime.sampling import Sampler, SamplingOptions
+from sinkring.runtime.token_ids import NO_TOKEN
 
 try:
     import fcntl
@@ -45,6 +46,9 @@ def identity(manifest: Manifest) -> str:
         "states": [(state.name, state.kind, _row_shape(manifest, state.name), state.dtype, state.ring) for state in manifest.states],
         "vocab_size": manifest.model.vocab_size,
     }
+    if manifest.embedding is not None:
+        # Its history may have gaps, which a bundle that takes token ids has no use for.
+        content["inputs"] = manifest.input_name
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -132,7 +136,8 @@ def _check_content(path: Path, manifest: Manifest, stream: dict[str, Any], tenso
     )
     for name in ("pending", "history"):
         tokens = stream[name]
-        sound = isinstance(tokens, list) and all(type(token) is int and 0 <= token < vocab for token in tokens)
+        least = NO_TOKEN if name == "history" and manifest.embedding is not None else 0
+        sound = isinstance(tokens, list) and all(type(token) is int and least <= token < vocab for token in tokens)
         require(sound, f"{name} must be token ids in [0, {vocab})")
     require(isinstance(stream["logits_stand"], bool), "logits_stand must be true or false")
     sampler = stream["sampler"]

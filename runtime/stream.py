@@ -2,18 +2,19 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from sinkring.runtime.device_sampling import candidates, sampling_inputs
+from sinkring.runtime.embedding import Rows
 from sinkring.runtime.errors import CapacityError, InputError, NumericalError
 from sinkring.runtime.metrics import Recorder, counts_refusals, numerical_fault
 from sinkring.runtime.sampling import Sampler, SamplingOptions
 from sinkring.runtime.snapshot import LOGITS, write_snapshot
-from sinkring.runtime.token_ids import Ids, check_ids, check_stop_ids
+from sinkring.runtime.token_ids import NO_TOKEN, Ids, check_count, check_ids, check_stop_ids
 
 if TYPE_CHECKING:
     from sinkring.runtime.decoder import Decoder
@@ -70,14 +71,17 @@ class Stream:
         Raises InputError for no ids or an id outside [0, V), CapacityError past the position limit or, in a linear cache, the capacity;
         then nothing has changed; NumericalError for logits that are not finite or have exploded, which stops the stream.
         """
-        tokens = self._checked(ids)
-        self._require_sound()
-        carried = len(self._pending)
-        whole = np.concatenate([np.array(self._pending, np.int64), tokens]) if carried else tokens
-        self._decoder.check_room(self._fed, len(whole))
-        out = np.empty((len(whole), len(self._logits)), np.float32) if all_logits else None
-        self._advance(whole, out)
-        return self._logits.copy() if out is None else out[carried:]
+        return self._feed(check_ids(ids, len(self._logits), "feed"), all_logits)
+
+    @counts_refusals
+    def feed_embeddings(self, rows: ArrayLike, all_logits: bool = False) -> NDArray[np.float32]:
+        """Append embedded rows, float32 [T,hidden], in a bundle that was exported with inputs="embeddings"; returns what `feed` does.
+
+        A row stands for one token: `Decoder.embed`'s, plus what an encoder adds, or an encoder's alone. The repetition penalty passes it
+        over, and after a rollback to it something must be fed before a token can be sampled. Raises InputError for another dtype or shape
+        and a row that is not finite, in a bundle that takes token ids for any; else as `feed`.
+        """
+        return self._feed(self._decoder.check_rows(rows, "feed_embeddings"), all_logits)
 
     @counts_refusals
     def generate(
@@ -105,12 +109,11 @@ class Stream:
         options = SamplingOptions(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
         )
-        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int | np.integer) or max_tokens < 0:
-            raise InputError(f"max_tokens={max_tokens!r}: must be a whole number, 0 or more")
-        stops = self._checked_stops(stop_ids)
+        most = check_count(max_tokens, "max_tokens")
+        stops = frozenset(self._decoder.manifest.stop_ids) if stop_ids is None else check_stop_ids(stop_ids, len(self._logits))
         self._require_sound()
         self._require_logits("generate")
-        return self._generate(int(max_tokens), self._sampler_for(options), stops)
+        return self._generate(most, self._sampler_for(options), stops)
 
     @counts_refusals
     def extend(self, tokens: int, temperature: float = 0.0, top_k: int = 0, seed: int = 0) -> NDArray[np.int64]:
@@ -121,8 +124,7 @@ class Stream:
         1e-7 of the border between two tokens may fall to the other one.
         """
         options = SamplingOptions(temperature=temperature, top_k=top_k, seed=seed)
-        if isinstance(tokens, bool) or not isinstance(tokens, int | np.integer) or tokens < 0:
-            raise InputError(f"extend: tokens={tokens!r}: must be a whole number, 0 or more")
+        check_count(tokens, "extend: tokens")
         self._require_sound()
         self._require_logits("extend")
         self._decoder.check_room(self.position, int(tokens))
@@ -176,8 +178,7 @@ class Stream:
         remembers everything.
         """
         self._require_sound()
-        if isinstance(tokens, bool) or not isinstance(tokens, int | np.integer) or tokens < 0:
-            raise InputError(f"rollback: tokens={tokens!r}: must be a whole number, 0 or more")
+        check_count(tokens, "rollback: tokens")
         if not tokens:
             return
         limit = max(self.position - self._oldest(), 0)
@@ -192,7 +193,7 @@ class Stream:
             self._fed -= written
             self._logits_stand = False
         if self._sampler is not None:
-            self._sampler.forget(list(self._history)[-self._sampler.options.repetition_window_tokens :])
+            self._sampler.forget(self._known_tokens()[-self._sampler.options.repetition_window_tokens :])
 
     def fork(self) -> "Stream":
         """A second stream, on a free row, that goes on from here bit for bit. Raises CapacityError when all rows are taken."""
@@ -255,7 +256,7 @@ class Stream:
     def _sampler_for(self, options: SamplingOptions) -> Sampler:
         if self._sampler is None or self._sampler.options != options:
             self._sampler = Sampler(options, len(self._logits))
-            for token in self._history:
+            for token in self._known_tokens():
                 self._sampler.observe(token)
         return self._sampler
 
@@ -264,22 +265,22 @@ class Stream:
         if self._pending:
             self._advance(np.array(self._pending, np.int64), None)
 
-    def check_next(self, token: int) -> int:
-        """Could this be the next token? Called by `Decoder.step`. Raises as `feed` does."""
-        (checked,) = self._checked([token], "step").tolist()
+    def check_next(self, token: int | Rows) -> int | Rows:
+        """Could this be the next token, or the row float32 [hidden] of one? Called by `Decoder.step`. Raises as the feeding calls do."""
+        checked = self._decoder.checked_next(token)
         self._require_sound()
         self._decoder.check_room(self.position, 1)
-        return int(checked)
+        return checked
 
     def about_to_write(self, tokens: int) -> None:
         """Called before the backend writes: should it be interrupted, what these tokens overwrite must count as gone."""
         self._reached = max(self._reached, self._fed + tokens)
 
-    def took(self, token: int, logits: NDArray[np.float32]) -> None:
+    def took(self, token: int | Rows, logits: NDArray[np.float32]) -> None:
         """Called by `Decoder.step`: the row has been stepped by `token`."""
         self._logits[:] = logits
         self._count(1)
-        self._remember(token)
+        self._remember(token if isinstance(token, int) else NO_TOKEN)
         self._watch(logits)
 
     def capture(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
@@ -308,11 +309,21 @@ class Stream:
         self._logits[:] = tensors[LOGITS]
         self._decoder.backend.write_row(self.row, tensors)
 
-    def _advance(self, tokens: NDArray[np.int64], out: NDArray[np.float32] | None) -> None:
-        """Run the tokens, of which the first `len(_pending)` are the pending ones."""
+    def _feed(self, fed: NDArray[np.int64] | Rows, all_logits: bool) -> NDArray[np.float32]:
+        self._require_sound()
+        carried = len(self._pending)
+        whole = self._decoder.joined(np.array(self._pending, np.int64), fed) if carried else fed
+        self._decoder.check_room(self._fed, len(whole))
+        out = np.empty((len(whole), len(self._logits)), np.float32) if all_logits else None
+        self._advance(whole, out)
+        return self._logits.copy() if out is None else out[carried:]
+
+    def _advance(self, fed: NDArray[np.int64] | Rows, out: NDArray[np.float32] | None) -> None:
+        """Run tokens, or the rows of tokens, of which the first `len(_pending)` are the pending ones."""
+        tokens = fed if fed.ndim == 1 else np.full(len(fed), NO_TOKEN)
         chunk = self._decoder.manifest.chunk
         self.about_to_write(min(chunk, len(tokens)))
-        for start, stop, logits in self._decoder.run(self.row, self._fed, tokens, out is not None):
+        for start, stop, logits in self._decoder.run(self.row, self._fed, fed, out is not None):
             if out is not None:
                 out[start:stop] = logits
             self._logits[:] = logits[-1]
@@ -356,20 +367,17 @@ class Stream:
             raise InputError(f"{call}: the stream is empty, there is nothing to continue; feed a prompt of at least one token first")
         if not self._logits_stand and self._fed < self._oldest():
             raise InputError(f"{call}: a call was interrupted after a rollback and overwrote what the last token saw; feed a token first")
+        if not self._logits_stand and NO_TOKEN in [*self._history][-1:]:
+            raise InputError(f"{call}: rolled back to a row of feed_embeddings, which was not kept; feed it, or another, first")
 
     def _remember(self, token: int) -> None:
         self._history.append(token)
-        if self._sampler is not None:
+        if self._sampler is not None and token != NO_TOKEN:
             self._sampler.observe(token)
 
-    def _checked(self, ids: Ids, call: str = "feed") -> NDArray[np.int64]:
-        return check_ids(ids, len(self._logits), call)
-
-    def _checked_stops(self, stop_ids: Iterable[int] | None) -> frozenset[int]:
-        tokenizer = self._decoder.manifest.tokenizer
-        if stop_ids is None:
-            return frozenset(tokenizer.stop_ids if tokenizer else ())
-        return check_stop_ids(stop_ids, len(self._logits))
+    def _known_tokens(self) -> list[int]:
+        """The history without what was fed as embeddings."""
+        return [token for token in self._history if token != NO_TOKEN]
 
     def _watch(self, logits: NDArray[np.float32]) -> None:
         """Stop the stream if its latest logits are no numbers to go on with."""

@@ -7,6 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 from sinkring.runtime.errors import InputError
 
+# In a history, the place of what was fed as an embedding.
+NO_TOKEN = -1
+
 Ids = Sequence[int] | NDArray[np.integer]
 
 
@@ -27,6 +30,13 @@ def check_ids(ids: Ids, vocab: int, call: str) -> NDArray[np.int64]:
     if wrong.size:
         raise InputError(f"{call}: ids[{wrong[0]}] is {array[wrong[0]]}, outside the vocabulary [0, {vocab}): use this bundle's tokenizer")
     return array.astype(np.int64)
+
+
+def check_count(value: int, what: str) -> int:
+    """A number of tokens, 0 or more. Raises InputError, naming `what`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+        raise InputError(f"{what}={value!r}: must be a whole number, 0 or more")
+    return int(value)
 
 
 def check_stop_ids(stop_ids: Iterable[int], vocab: int) -> frozenset[int]:

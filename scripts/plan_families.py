@@ -68,6 +68,8 @@ HEADS = {
     "qwen2_moe": (8, 8, 128),
     "moshi": (8, 8, 128),
     "moshi-sliding": (8, 8, 128),
+    "kyutai_speech_to_text": (8, 8, 64),
+    "voxtral_realtime": (8, 2, 128),
 }
 LIKE_LLAMA = (8, 2, 128)
 # What a configuration calls the width and the heads, where not hidden_size and num_attention_heads.
@@ -148,7 +150,10 @@ def wide(row: TinyFamily, query_heads: int, kv_heads: int, head_size: int) -> di
         "intermediate_size": 256,
         "sliding_window": WINDOW if any(row.sliding) else None,
     }
-    settings |= {name: value for name, value in sizes.items() if name in row.settings and value is not None}
+    own = row.settings.get("text_config", row.settings)
+    settings |= {name: value for name, value in sizes.items() if name in own and value is not None}
+    if own is not row.settings:
+        return {"text_config": {**own, **settings}}
     rope = row.settings.get("rope_parameters", {})
     if "short_factor" in rope:
         settings["rope_parameters"] = {**rope, "short_factor": [1.0] * (head_size // 2), "long_factor": [2.0] * (head_size // 2)}

@@ -75,7 +75,7 @@ class _Graph(ProbedGraph):
             **({} if decodes else {"rows": np.array([self.tokens - 1], np.int64)}),
             **self._states,
         }
-        super().__init__(subject.path, path, feeds, manifest.model.vocab_size)
+        super().__init__(subject.path, path, feeds, manifest)
 
     def chosen_parts(self, every: bool) -> list[Part]:
         if every:

@@ -102,7 +102,7 @@ def _until(
 
 def _addresses(decoder: Decoder) -> dict[str, int]:
     backend = decoder.backend
-    own = {"tokens": backend.tokens, "position": backend.position, "logits": backend.logits}
+    own = {"input": backend.input, "position": backend.position, "logits": backend.logits}
     own |= {f"write index {number}": buffer for number, buffer in enumerate(backend.write_index)}
     return {**backend.addresses(), **{name: array.ctypes.data for name, array in own.items()}}
 

@@ -20,6 +20,7 @@ from sinkring.runtime.errors import InputError
 from sinkring.runtime.manifest import Manifest
 from sinkring.runtime.ring import RingGeometry
 from sinkring.runtime.stream import Stream
+from sinkring.runtime.token_ids import check_ids
 
 
 @dataclass(frozen=True)
@@ -243,13 +244,13 @@ def _growing_buffer() -> Iterator[None]:
 
 @contextmanager
 def _refusal_swallowed() -> Iterator[None]:
-    checked = Stream._checked
+    from sinkring.runtime import stream
 
-    def wrapped(self: Stream, ids: Any, *rest: Any) -> Any:
+    def wrapped(ids: Any, vocab: int, call: str) -> Any:
         array = np.asarray(ids)
-        return checked(self, array % len(self._logits) if array.dtype == np.int64 else ids, *rest)
+        return check_ids(array % vocab if array.dtype == np.int64 else ids, vocab, call)
 
-    with _replaced(Stream, "_checked", wrapped):
+    with _replaced(stream, "check_ids", wrapped):
         yield
 
 

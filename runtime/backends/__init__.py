@@ -12,13 +12,14 @@ from sinkring.runtime.manifest import Manifest
 class Backend(Protocol):
     """One opened bundle on one device.
 
-    The caller fills `tokens` int64 [B,1], `position` int64 [B] and `write_index` (one int64 [B] per ring) and calls `decode`, which steps
-    all rows and fills `logits` float32 [B,1,V]. The arrays are the same objects for the backend's whole life.
+    The caller fills `input` (token ids int64 [B,1], or embedded rows float32 [B,1,hidden]: the manifest says which), `position` int64
+    [B] and `write_index` (one int64 [B] per ring) and calls `decode`, which steps all rows and fills `logits` float32 [B,1,V]. The arrays
+    are the same objects for the backend's whole life.
     """
 
     name: str
     device: str  # "cpu", or the GPU's name
-    tokens: np.ndarray
+    input: np.ndarray
     position: np.ndarray
     write_index: tuple[np.ndarray, ...]
     logits: np.ndarray
@@ -35,8 +36,11 @@ class Backend(Protocol):
         """
         ...
 
-    def prefill(self, row: int, tokens: np.ndarray, position: int, write_index: tuple[int, ...], all_logits: bool) -> np.ndarray:
-        """Feed T <= chunk tokens, int64 [T], to one row. float32 [T,V] or [1,V] (the last token's): overwritten by the next call."""
+    def prefill(self, row: int, fed: np.ndarray, position: int, write_index: tuple[int, ...], all_logits: bool) -> np.ndarray:
+        """Feed T <= chunk tokens, int64 [T] or float32 [T,hidden], to one row.
+
+        float32 [T,V] or [1,V] (the last token's): overwritten by the next call.
+        """
         ...
 
     def read_row(self, row: int) -> dict[str, np.ndarray]:

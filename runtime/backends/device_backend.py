@@ -79,7 +79,7 @@ class DeviceBackend:
         self._device.synchronize()
 
     def extend(self, inputs: dict[str, NDArray[np.int64]], idle: Sequence[int] = ()) -> NDArray[np.int64]:
-        """n steps from `tokens` on, each fed the token that the one before picked. Only where most_top_k is above 0.
+        """n steps from `input` on, each fed the token that the one before picked. Only where most_top_k is above 0.
 
         inputs: see Backend; those of a row in `idle` are the same in each step, and its state is afterwards what it was before. Returns the
         tokens that were picked, int64 [n,B]; `logits` are the last step's.
@@ -91,27 +91,26 @@ class DeviceBackend:
         kept = tuple(inputs[ring.write_index][0] for ring in self._manifest.rings)
         if idle:
             self._states.keep(idle, kept)
-        picked = self._loop.run(self.tokens, inputs)
+        picked = self._loop.run(self.input, inputs)
         if idle:
             self._states.put_back(idle, kept)
         self._device.copy_out(self.logits, self._logits_address)
         self._device.synchronize()
         return picked
 
-    def prefill(
-        self, row: int, tokens: NDArray[np.int64], position: int, write_index: tuple[int, ...], all_logits: bool
-    ) -> NDArray[np.float32]:
-        count = len(tokens)
+    def prefill(self, row: int, fed: NDArray[Any], position: int, write_index: tuple[int, ...], all_logits: bool) -> NDArray[np.float32]:
+        count = len(fed)
         wanted = count if all_logits else 1
         inputs = self._prefill_inputs
-        inputs.host["tokens"][0, :count] = tokens
+        name = self._manifest.input_name
+        inputs.host[name][0, :count] = fed
         inputs.host["rows"][:wanted] = np.arange(count - wanted, count)
         inputs.host["position"][0] = position
         for ring, index in zip(self._manifest.rings, write_index, strict=True):
             inputs.host[ring.write_index][0] = index
             _check_room(ring, inputs.host[ring.write_index], count)
         self._bind_row(row)
-        self._prefill.set_shape("tokens", (1, count))
+        self._prefill.set_shape(name, (1, count, *self._manifest.input_row))
         self._prefill.set_shape("rows", (wanted,))
         inputs.upload()
         self._prefill.enqueue()
@@ -146,15 +145,16 @@ class DeviceBackend:
         self._states = DeviceStates(device, manifest)
         indices = [ring.write_index for ring in manifest.rings]
         sampled = dict.fromkeys(SAMPLING_INPUTS, (batch,)) if self._decode.most_top_k > 1 else {}
+        name, dtype, row = manifest.input_name, manifest.input_dtype, manifest.input_row
         self._decode_inputs = DeviceInputs(
-            device, {"tokens": (batch, 1), "position": (batch,), **dict.fromkeys(indices, (batch,)), **sampled}
+            device, {name: (batch, 1, *row), "position": (batch,), **dict.fromkeys(indices, (batch,)), **sampled}, dtype
         )
-        for name in sampled:
-            self._decode_inputs.host[name][:] = GREEDY[name]
+        for said in sampled:
+            self._decode_inputs.host[said][:] = GREEDY[said]
         self._prefill_inputs = DeviceInputs(
-            device, {"tokens": (1, chunk), "rows": (chunk,), "position": (1,), **dict.fromkeys(indices, (1,))}
+            device, {name: (1, chunk, *row), "rows": (chunk,), "position": (1,), **dict.fromkeys(indices, (1,))}, dtype
         )
-        self.tokens, self.position = self._decode_inputs.host["tokens"], self._decode_inputs.host["position"]
+        self.input, self.position = self._decode_inputs.host[name], self._decode_inputs.host["position"]
         self.write_index = tuple(self._decode_inputs.host[name] for name in indices)
         self.logits = device.pinned((batch, 1, vocab), np.float32)
         self._chunk_logits = device.pinned((chunk, vocab), np.float32)
@@ -182,14 +182,16 @@ class DeviceBackend:
         self._loop: TokenLoop | None = None
         for row in range(self._manifest.batch):
             self._states.reset_row(row)
-        self.prefill(0, np.zeros(self._manifest.chunk, np.int64), 0, (0,) * len(self._manifest.rings), False)
+        empty = np.zeros((self._manifest.chunk, *self._manifest.input_row), self._manifest.input_dtype)
+        self.prefill(0, empty, 0, (0,) * len(self._manifest.rings), False)
         self._step()
         self._device.synchronize()
         if capture:
             if not self._decode.capturable():
                 raise BundleError(f"{self._decode.path}: cannot be captured as a CUDA graph; build it again, or open with cuda_graph=False")
             self._graph = self._device.capture(self._step)
-            if picked is not None:
+            # What it picks is a token id, which graphs that take embedded rows can't be fed.
+            if picked is not None and self._manifest.embedding is None:
                 self.most_top_k = self._decode.most_top_k
                 self._loop = TokenLoop(self._device, self._decode, self._decode_inputs, picked)
         # The warm-up wrote to the caches.

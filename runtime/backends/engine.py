@@ -130,8 +130,8 @@ def _check_signature(engine: Any, trt: ModuleType, where: str, manifest: Manifes
                 "build it again from a graph that writes with TensorScatter"
             )
     if role == "prefill":
-        for name in ("tokens", "rows"):
-            smallest, _, largest = (tuple(dims)[-1] for dims in engine.get_tensor_profile_shape(name, 0))
+        for name, axis in ((manifest.input_name, 1), ("rows", 0)):
+            smallest, _, largest = (tuple(dims)[axis] for dims in engine.get_tensor_profile_shape(name, 0))
             if smallest > 1 or largest < manifest.chunk:
                 raise BundleError(
                     f"{where}: {name!r} takes {smallest} to {largest} tokens, the manifest's chunk is {manifest.chunk}; build it again"

@@ -55,12 +55,12 @@ class OnnxRuntimeBackend:
         self._decode = _session(bundle, manifest, manifest.graph("decode", target), threads)
         self._prefill = _session(bundle, manifest, manifest.graph("prefill", target), threads)
         batch, vocab = manifest.batch, manifest.model.vocab_size
-        self.tokens = np.zeros((batch, 1), np.int64)
+        self.input = np.zeros((batch, 1, *manifest.input_row), manifest.input_dtype)
         self.position = np.zeros(batch, np.int64)
         self.write_index = tuple(np.zeros(batch, np.int64) for _ in manifest.rings)
         self.logits = np.zeros((batch, 1, vocab), np.float32)
         self._states = {state.name: np.full(state.shape, to_host(state.initial, state.dtype)) for state in manifest.states}
-        self._chunk_tokens = np.zeros(manifest.chunk, np.int64)
+        self._chunk_input = np.zeros((manifest.chunk, *manifest.input_row), manifest.input_dtype)
         self._chunk_rows = np.zeros(manifest.chunk, np.int64)
         self._chunk_position = np.zeros(1, np.int64)
         self._chunk_write_index = tuple(np.zeros(1, np.int64) for _ in manifest.rings)
@@ -89,16 +89,16 @@ class OnnxRuntimeBackend:
     def extend(self, inputs: dict[str, np.ndarray], idle: Sequence[int] = ()) -> np.ndarray:
         raise NotImplementedError("most_top_k is 0: the tokens are picked on the host")
 
-    def prefill(self, row: int, tokens: np.ndarray, position: int, write_index: tuple[int, ...], all_logits: bool) -> np.ndarray:
-        count = len(tokens)
+    def prefill(self, row: int, fed: np.ndarray, position: int, write_index: tuple[int, ...], all_logits: bool) -> np.ndarray:
+        count = len(fed)
         wanted = count if all_logits else 1
-        self._chunk_tokens[:count] = tokens
+        self._chunk_input[:count] = fed
         self._chunk_rows[:wanted] = np.arange(count - wanted, count)
         self._chunk_position[0] = position
         for buffer, index in zip(self._chunk_write_index, write_index, strict=True):
             buffer[0] = index
         binding = self._prefill_bindings[row]
-        _bind_input(binding, "tokens", self._chunk_tokens, (1, count))
+        _bind_input(binding, self._manifest.input_name, self._chunk_input, (1, count, *self._manifest.input_row))
         _bind_input(binding, "rows", self._chunk_rows, (wanted,))
         _bind_output(binding, "logits", self._chunk_logits, (1, wanted, self._chunk_logits.shape[1]))
         self._prefill.run_with_iobinding(binding)
@@ -129,7 +129,7 @@ class OnnxRuntimeBackend:
 
     def _bind_decode(self) -> Any:
         binding = self._decode.io_binding()
-        _bind_input(binding, "tokens", self.tokens)
+        _bind_input(binding, self._manifest.input_name, self.input)
         _bind_input(binding, "position", self.position)
         for ring, index in zip(self._manifest.rings, self.write_index, strict=True):
             _bind_input(binding, ring.write_index, index)

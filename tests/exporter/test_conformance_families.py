@@ -14,7 +14,7 @@ from tests.models.tiny_families import tiny_model
 
 SINKS: dict[str, Any] = {"sinks": 2, "window": 6}
 # Each with its model's family: rings of two geometries and two rotary bases; a linear cache beside rings; ALiBi; learned sink logits;
-# sliding layers alone; layers that know no position; interleaved pairs in a part of each head, at every age.
+# sliding layers alone; layers that know no position; interleaved pairs in a part of each head, at every age; graphs that take rows.
 BUNDLES: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": ("gemma3_text", {"policy": "streaming", "batch": 2, **SINKS}),
     "linear beside rings": ("ministral", {"policy": "native", "capacity": 48}),
@@ -25,6 +25,7 @@ BUNDLES: dict[str, tuple[str, dict[str, Any]]] = {
     "no positions": ("smollm3", {"policy": "streaming", **SINKS}),
     "partial, fp16 caches": ("stablelm", {"policy": "streaming", "cache_dtype": "fp16", **SINKS}),
     "interleaved": ("gptj", {"policy": "native", **SINKS}),
+    "embedded rows": ("kyutai_speech_to_text", {"policy": "native"}),
 }
 # Why an invariant is not of a bundle; the other policy's never is.
 NOT_OF = {"linear beside rings": "at most 48 tokens", "alibi, native": "grows with the age"}

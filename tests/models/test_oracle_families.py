@@ -12,7 +12,7 @@ import torch
 from sinkring.models.anatomy import read_layers
 from sinkring.models.oracle import masked_dense_logits, streaming_logits, streaming_logits_stepwise
 from sinkring.models.patch import attention_implementation
-from sinkring.models.token_call import run_on_ids, text_config
+from sinkring.models.token_call import run_decoder, text_config
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -46,9 +46,9 @@ def untouched(name: str) -> Tensor:
     model = model_of(name)
     with attention_implementation(model, "sdpa" if name == "falcon-alibi" else "eager"):
         if name not in ("kyutai_speech_to_text", "moshi-sliding"):
-            return run_on_ids(model, ids())
+            return run_decoder(model, ids())
         past = DynamicCache(config=text_config(model))
-        return torch.cat([run_on_ids(model, ids()[step : step + 1], cache=past) for step in range(TOKENS)])
+        return torch.cat([run_decoder(model, ids()[step : step + 1], cache=past) for step in range(TOKENS)])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,8 +18,8 @@ REASONS = {
     "t5": "cross-attention",
     "whisper": "cross-attention",
     "llama4": "fixed chunks",
-    "kyutai_speech_to_text": "several audio codebooks",
-    "voxtral_realtime": "embedding of audio",
+    "csm": "several audio codebooks",
+    "voxtral": "in the place of tokens",
 }
 
 

@@ -48,7 +48,7 @@ def test_the_decode_graph_steps_rows_at_different_positions(parity_bundle: Bundl
         for step in range(tokens - ahead):
             at = (step + ahead, step)
             for row, position in enumerate(at):
-                backend.tokens[row, 0], backend.position[row] = texts[row][position], position
+                backend.input[row, 0], backend.position[row] = texts[row][position], position
                 backend.write_index[0][row] = bundle.geometry.slot(position)
             backend.decode()
             for row, position in enumerate(at):

@@ -205,7 +205,7 @@ class Context:
             if self._addresses[name] != self._addresses[cache]:
                 return False
         shapes = {name: self._shape(name) for name in self._engine._inputs}
-        length = {"T": shapes["tokens"][1], "N": shapes.get("rows", (1,))[0]}
+        length = {"T": shapes["tokens" if "tokens" in shapes else "embeddings"][1], "N": shapes.get("rows", (1,))[0]}
         bound = SimpleNamespace(inputs=[], outputs=[])
         for tensors, binds in ((self._engine._inputs, bound.inputs), (self._engine._outputs, bound.outputs)):
             for name in tensors:

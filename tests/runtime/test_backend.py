@@ -72,7 +72,7 @@ def test_decode_steps_all_rows(backend: Backend) -> None:
         kept = backend.read_row(row)
         expected.append(backend.prefill(row, ids[row, length : length + 1], length, (_slot(length),), False)[0].copy())
         backend.write_row(row, kept)
-    backend.tokens[:, 0] = [ids[row, length] for row, length in enumerate(lengths)]
+    backend.input[:, 0] = [ids[row, length] for row, length in enumerate(lengths)]
     backend.position[:] = lengths
     backend.write_index[0][:] = [_slot(length) for length in lengths]
     backend.decode()
