@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 from polygraphy.comparator import IterationResult, SimpleCompareFunc
 from polygraphy.logger import G_LOGGER
-from sinkring.exporter.compare_runners import RunnerSpec, ThreadedRunner, parse_runner
+from sinkring.exporter.compare_runners import RunnerSpec, ThreadedRunner, infer, parse_runner
 from sinkring.exporter.machine import Machine, describe_machine
 from sinkring.exporter.marked_outputs import find_marks, last_of_each_layer, mark_outputs
 from sinkring.exporter.reference_text import read_reference_ids
 from sinkring.exporter.verdict import find_limits
+from sinkring.runtime.bfloat16 import from_host, to_host, widen_bfloat16
 from sinkring.runtime.errors import InputError
 from sinkring.runtime.manifest import Manifest
 from sinkring.runtime.prompt import encode_prompt
@@ -219,9 +220,11 @@ def _locate(
             for side, model, wanted in zip(pair, models, names, strict=True)
         ]
         # First with the same states, so that only what this step itself does differently shows.
-        shared = {name: feeds[0][name].astype(array.dtype) if name in states else array for name, array in feeds[1].items()}
+        theirs = {state.name: state.dtype for state in other.manifest.states}
+        held = {state.name: from_host(feeds[0][state.name], state.dtype) for state in one.manifest.states}
+        shared = feeds[1] | {name: to_host(held[name], dtype) for name, dtype in theirs.items()}
         for second in (shared, feeds[1]):
-            left, right = runners[0].infer(feeds[0]), runners[1].infer(second)
+            left, right = infer(runners[0], feeds[0]), infer(runners[1], second)
             shares = _shares({mark.first: left[mark.first] for mark in marks}, {mark.first: right[mark.second] for mark in marks})
             for mark in marks:
                 if shares[mark.first] > tolerance:
@@ -235,7 +238,7 @@ def _locate(
 def _shares(expected: _Outputs, found: _Outputs) -> dict[str, float]:
     """Largest |difference| of each output, of the largest |expected|; infinite where a number is not finite or the shapes differ."""
     apart = SimpleCompareFunc(check_error_stat="max", fail_fast=False)
-    wide = [{name: np.asarray(array, np.float32) for name, array in side.items()} for side in (expected, found)]
+    wide = [{name: _numbers(array) for name, array in side.items()} for side in (expected, found)]
     result = apart(IterationResult(wide[0], runner_name="reference"), IterationResult(wide[1], runner_name="compared"))
     shares = {}
     for name, array in wide[0].items():
@@ -244,6 +247,11 @@ def _shares(expected: _Outputs, found: _Outputs) -> dict[str, float]:
         finite = np.isfinite(largest) and np.isfinite(error)
         shares[name] = error / (largest or 1.0) if finite else float("inf")
     return shares
+
+
+def _numbers(array: NDArray[Any]) -> NDArray[np.float32]:
+    """float32. No float output but bfloat16 is held in whole numbers."""
+    return widen_bfloat16(array) if array.dtype == np.uint16 else np.asarray(array, np.float32)
 
 
 def _specs(

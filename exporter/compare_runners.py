@@ -1,5 +1,7 @@
 """Runners to compare, as a user names them: which runtime, which settings, which form of the decode graph."""
 
+import time
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +12,12 @@ import onnx
 from numpy.typing import NDArray
 from polygraphy.backend.base import BaseRunner
 from polygraphy.backend.onnxrt import OnnxrtRunner
-from sinkring.exporter.edited_session import open_edited
+from sinkring.exporter.edited_session import open_edited, run_session
 from sinkring.exporter.engine_builder import compile_engine
 from sinkring.exporter.engine_runner import EngineRunner
 from sinkring.runtime.backends.engine import MODULES, find_engine
-from sinkring.runtime.bfloat16 import BFLOAT16
-from sinkring.runtime.errors import InputError, UnsupportedError
+from sinkring.runtime.bfloat16 import to_host
+from sinkring.runtime.errors import InputError
 from sinkring.runtime.manifest import Manifest
 
 NO_OPTIMIZER = "no-optimizer"
@@ -43,7 +45,7 @@ class RunnerSpec:
     def open(self, manifest: Manifest, threads: int | None, marked: onnx.ModelProto | None = None) -> BaseRunner:
         """A Polygraphy runner. marked: run this graph in place of the bundle's; an engine is then compiled for it, on the GPU it is for."""
         if not self.is_engine:
-            return OnnxrtRunner(
+            return _SessionRunner(
                 lambda: open_edited(marked or self.model(), self.bundle, threads=threads, optimized=self.optimized), name=self.name
             )
 
@@ -67,11 +69,6 @@ def parse_runner(text: str, bundle: Path, manifest: Manifest) -> RunnerSpec:
         raise InputError(f"runner {text!r}: {backend!r} is not known; known: {', '.join((_ONNXRUNTIME, *sorted(MODULES)))}")
     forms = {path.split(".")[1]: path for path in sorted({graph.path for graph in manifest.graphs if graph.role == "decode"})}
     known = () if backend in MODULES else (NO_OPTIMIZER, *forms)
-    if BFLOAT16 in (manifest.dtype, manifest.cache_dtype):
-        raise UnsupportedError(
-            f"{bundle}: has {manifest.dtype} with {manifest.cache_dtype} caches, and Polygraphy's runners take no bfloat16; compare "
-            "an fp32 or fp16 export of the model, or run validate"
-        )
     if odd := [option for option in options if option not in known]:
         takes = f"it takes: {', '.join(known)}" if known else "it takes none"
         raise InputError(f"runner {text!r}: {odd[0]!r} is no option of {backend}; {takes}")
@@ -79,7 +76,26 @@ def parse_runner(text: str, bundle: Path, manifest: Manifest) -> RunnerSpec:
     if len(named) > 1:
         raise InputError(f"runner {text!r}: names the forms {' and '.join(named)}; it runs one, write two runners with a comma between")
     graph = forms[named[0]] if named else manifest.graph("decode", backend).path
+    if backend == _ONNXRUNTIME:
+        graph = {each.path: each.cpu_path for each in manifest.graphs}[graph]
     return RunnerSpec(text.strip(), bundle, backend, graph, NO_OPTIMIZER not in options)
+
+
+def infer(runner: BaseRunner, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """All outputs by name. bfloat16 is uint16, its bits, which Polygraphy's check of inputs does not know."""
+    outputs: dict[str, NDArray[Any]] = runner.infer(dict(feeds), check_inputs=False)
+    return outputs
+
+
+class _SessionRunner(OnnxrtRunner):
+    """Polygraphy's, but that bfloat16 goes in and comes out as its bits."""
+
+    def infer_impl(self, feed_dict: dict[str, NDArray[Any]]) -> OrderedDict[str, NDArray[Any]]:
+        began = time.perf_counter()
+        names = [node.name for node in self.sess.get_outputs()]
+        outputs = run_session(self.sess, names, feed_dict)
+        self.inference_time = time.perf_counter() - began
+        return OrderedDict(zip(names, outputs, strict=True))
 
 
 class ThreadedRunner:
@@ -95,7 +111,7 @@ class ThreadedRunner:
     def reset(self) -> None:
         self.position = 0
         self.states: Mapping[str, NDArray[Any]] = {
-            state.name: np.full(state.shape, state.initial, np.dtype(state.dtype)) for state in self.manifest.states
+            state.name: to_host(np.full(state.shape, state.initial), state.dtype) for state in self.manifest.states
         }
 
     def feeds(self, token: int) -> dict[str, NDArray[Any]]:
@@ -106,7 +122,7 @@ class ThreadedRunner:
 
     def step(self, token: int) -> NDArray[np.float32]:
         """Logits [B,V] after the token."""
-        outputs = self._runner.infer(self.feeds(token))
+        outputs = infer(self._runner, self.feeds(token))
         self.states = {state.name: outputs[state.updated] for state in self.manifest.states}
         self.position += 1
         logits: NDArray[np.float32] = outputs["logits"][:, -1]

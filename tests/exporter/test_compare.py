@@ -14,6 +14,7 @@ from onnx import numpy_helper
 from sinkring.exporter import compare_runners as runners_module
 from sinkring.exporter.compare import Comparison, compare_runners
 from sinkring.exporter.conformance.edited_copy import edit_graph
+from sinkring.exporter.export import export_decoder
 from sinkring.runtime import open_bundle
 from sinkring.runtime.errors import DependencyError, InputError
 
@@ -98,6 +99,17 @@ def test_a_cache_that_is_written_elsewhere_is_found(tiny_bundle: Path, tmp_path:
     edit_graph(tmp_path / "broken", "decode.fused.onnx", write_first_slot)
     first = only_pair(compare_runners(tmp_path / "broken", FORMS, **SHORT)).first
     assert (first.step, first.layer, first.value) == (1, 1, "cache.1.v.updated")
+
+
+def test_bfloat16_is_compared_by_its_numbers(tiny_model: Path, tmp_path: Path) -> None:
+    """Caches, arithmetic and what is marked are bfloat16, its bits on the host; on a CPU the widened graphs run."""
+    bundle = tmp_path / "bundle"
+    export_decoder(tiny_model, bundle, sinks=2, window=4, chunk=4, dtype="bf16")
+    broken = changed_weight(bundle, tmp_path / "broken", "decode.fused.widened.onnx", "layers.1.mlp.down_proj")
+    assert compare_runners(bundle, FORMS, **SHORT).passed
+    first = only_pair(compare_runners(broken, FORMS, **SHORT)).first
+    assert (first.step, first.layer) == (0, 1)
+    assert np.isfinite(first.share)
 
 
 def test_the_command_prints_a_table_or_json(tiny_bundle: Path, tmp_path: Path) -> None:
