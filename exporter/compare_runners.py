@@ -17,6 +17,7 @@ from sinkring.exporter.engine_builder import compile_engine
 from sinkring.exporter.engine_runner import EngineRunner
 from sinkring.runtime.backends.engine import MODULES, find_engine
 from sinkring.runtime.bfloat16 import to_host
+from sinkring.runtime.embedding import EmbeddingTable
 from sinkring.runtime.errors import InputError
 from sinkring.runtime.manifest import Manifest
 
@@ -106,6 +107,7 @@ class ThreadedRunner:
 
     def __init__(self, spec: RunnerSpec, runner: BaseRunner, manifest: Manifest) -> None:
         self.spec, self.manifest, self._runner = spec, manifest, runner
+        self._table = None if manifest.embedding is None else EmbeddingTable(spec.bundle, manifest.embedding)
         self.reset()
 
     def reset(self) -> None:
@@ -118,7 +120,9 @@ class ThreadedRunner:
         """What the next step is fed, states included."""
         rows = self.manifest.batch
         indices = {ring.write_index: np.full(rows, ring.geometry.slot(self.position), np.int64) for ring in self.manifest.rings}
-        return {"tokens": np.full((rows, 1), token, np.int64), "position": np.full(rows, self.position, np.int64), **indices, **self.states}
+        fed = np.array([token]) if self._table is None else self._table.of_tokens(np.array([token]))
+        step = np.repeat(fed[None], rows, axis=0)
+        return {self.manifest.input_name: step, "position": np.full(rows, self.position, np.int64), **indices, **self.states}
 
     def step(self, token: int) -> NDArray[np.float32]:
         """Logits [B,V] after the token."""

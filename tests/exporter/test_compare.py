@@ -101,6 +101,13 @@ def test_a_cache_that_is_written_elsewhere_is_found(tiny_bundle: Path, tmp_path:
     assert (first.step, first.layer, first.value) == (1, 1, "cache.1.v.updated")
 
 
+def test_graphs_that_take_rows_are_fed_embedded_tokens(tiny_model: Path, tiny_bundle: Path, tmp_path: Path) -> None:
+    export_decoder(tiny_model, tmp_path / "rows", sinks=2, window=4, chunk=4, inputs="embeddings")
+    by_rows, by_ids = (compare_runners(bundle, FORMS, steps=10, tokens=20, threads=1) for bundle in (tmp_path / "rows", tiny_bundle))
+    assert by_rows.passed
+    assert by_rows.tokens == by_ids.tokens
+
+
 def test_bfloat16_is_compared_by_its_numbers(tiny_model: Path, tmp_path: Path) -> None:
     """Caches, arithmetic and what is marked are bfloat16, its bits on the host; on a CPU the widened graphs run."""
     bundle = tmp_path / "bundle"
