@@ -15,6 +15,7 @@ from polygraphy.backend.onnxrt import OnnxrtRunner
 from sinkring.exporter.edited_session import open_edited, run_session
 from sinkring.exporter.engine_builder import compile_engine
 from sinkring.exporter.engine_runner import EngineRunner
+from sinkring.exporter.new_rows import after_step, cache_outputs
 from sinkring.runtime.backends.engine import MODULES, find_engine
 from sinkring.runtime.bfloat16 import to_host
 from sinkring.runtime.embedding import EmbeddingTable
@@ -126,8 +127,11 @@ class ThreadedRunner:
 
     def step(self, token: int) -> NDArray[np.float32]:
         """Logits [B,V] after the token."""
-        outputs = infer(self._runner, self.feeds(token))
-        self.states = {state.name: outputs[state.updated] for state in self.manifest.states}
+        feeds = self.feeds(token)
+        outputs = infer(self._runner, feeds)
+        update = next(graph.update for graph in self.manifest.graphs if self.spec.graph in (graph.path, graph.widened))
+        # What came before is kept by whoever looks at a step.
+        self.states = after_step(feeds, self.manifest, update, [outputs[name] for name in cache_outputs(self.manifest, update)])
         self.position += 1
         logits: NDArray[np.float32] = outputs["logits"][:, -1]
         return logits

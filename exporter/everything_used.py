@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from sinkring.exporter.influence import ATTEMPTS, ProbedGraph
+from sinkring.exporter.new_rows import after_step, cache_outputs
 from sinkring.runtime.bfloat16 import to_host
 from sinkring.runtime.errors import UnsupportedError
 from sinkring.runtime.manifest import Manifest, Ring
@@ -72,12 +73,11 @@ def _filled(bundle: Path, path: str, manifest: Manifest) -> tuple[ProbedGraph, i
     ids = np.random.default_rng(0).integers(0, vocab, _TOKENS + 1, dtype=np.int64)
     feeds: dict[str, NDArray[Any]] = {state.name: np.full(state.shape, to_host(state.initial, state.dtype)) for state in manifest.states}
     graph = ProbedGraph(bundle, path, feeds, manifest)
+    update = next(graph.update for graph in manifest.graphs if path in (graph.path, graph.widened))
     fed = min(_TOKENS, at)
     for position in range(fed):
         _place(feeds, manifest, position, int(ids[position]), batch)
-        feeds.update(
-            zip([state.name for state in manifest.states], graph.outputs([state.updated for state in manifest.states]), strict=True)
-        )
+        feeds.update(after_step(feeds, manifest, update, graph.outputs(cache_outputs(manifest, update))))
     for state in manifest.states:
         if state.ring is not None:
             _spread(feeds[state.name], manifest.rings[state.ring].geometry, fed)

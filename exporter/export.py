@@ -115,6 +115,7 @@ def export_decoder(
         )
     check_inputs(inputs)
     chosen, form = _find_targets(targets, weights)
+    _check_bfloat16(chosen, dtype, cache_type)
     if block is not None and form != "qdq":
         raise InputError(
             f"block={block} for target {chosen[0].name}, whose blocks have 32 weights: leave it out, or name an engine's target"
@@ -222,6 +223,13 @@ def _check_cache_dtype(cache_dtype: str | None, dtype: str) -> torch.dtype:
     return DTYPES[cache_dtype]
 
 
+def _check_bfloat16(chosen: list[Target], dtype: str, cache_type: torch.dtype) -> None:
+    """Graphs that give out new rows are not proven in it."""
+    name = "dtype" if dtype == "bf16" else "cache_dtype"
+    if (dtype == "bf16" or cache_type == torch.bfloat16) and (rows := [target.name for target in chosen if target.update == "rows"]):
+        raise UnsupportedError(f"{name}='bf16' with target {rows[0]}: use fp16, or another target")
+
+
 def _round_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """In place, one by one. Buffers stay: rotary frequencies in float16 would be another model's, the further off the older a stream is."""
     for parameter in model.parameters():
@@ -268,7 +276,8 @@ def _find_targets(names: Iterable[str] | None, weights: WeightFormat) -> tuple[l
     if names is None:
         # Those of the first form that has the format.
         form: WeightForm = next((form for form, formats in FORMATS.items() if weights in formats), "blocks")
-        return [target for target in TARGETS.values() if weights == "fp32" or target.weight_form == form], form
+        usual = [target for target in TARGETS.values() if target.by_default]
+        return [target for target in usual if weights == "fp32" or target.weight_form == form], form
     if isinstance(names, str) or not isinstance(names, Iterable) or not (listed := list(names)):
         raise InputError(f"targets={names!r}: give a list of one or more of {', '.join(TARGETS)}")
     if wrong := [name for name in listed if not isinstance(name, str)]:
@@ -323,10 +332,10 @@ def _save_graphs(
             files[form] = f"{stem}.onnx", None if widened is None else f"{stem}.widened.onnx"
             for graph, name in ((lowered, files[form][0]), (widened, files[form][1])):
                 if graph is not None and name is not None:
-                    graph.metadata_props[CONTRACT_KEY] = json.dumps(plan.contract(), sort_keys=True)
+                    graph.metadata_props[CONTRACT_KEY] = json.dumps(plan.contract(target.update), sort_keys=True)
                     weights.save_graph(graph, part / name)
         path, wide_path = files[form]
-        graphs.append(Graph(role=role, target=target.name, path=path, tokens=tokens, widened=wide_path))
+        graphs.append(Graph(role=role, target=target.name, path=path, tokens=tokens, widened=wide_path, update=target.update))
     return graphs
 
 

@@ -140,7 +140,7 @@ def test_the_command_prints_a_table_or_json(tiny_bundle: Path, tmp_path: Path) -
     [
         (["onnxruntime"], "name two or more to compare"),
         (["onnxruntime", "onnxruntime"], "one is named twice"),
-        (["onnxruntime", "openvino"], "'openvino' is not known; known: onnxruntime, tensorrt, tensorrt-rtx"),
+        (["onnxruntime", "openvino"], "'openvino' is not known; known: onnxruntime, tensorrt, tensorrt-10.3, tensorrt-rtx"),
         (["onnxruntime", "onnxruntime:fast"], "'fast' is no option of onnxruntime; it takes: no-optimizer, fused, grouped"),
         (["onnxruntime", "tensorrt-rtx:fused"], "'fused' is no option of tensorrt-rtx; it takes none"),
         (["onnxruntime", "onnxruntime:fused:grouped"], "names the forms fused and grouped"),
