@@ -30,6 +30,7 @@ from sinkring.exporter.lower import lower_for, simplify, widen
 from sinkring.exporter.machine import describe_machine
 from sinkring.exporter.rotary import frequencies_for
 from sinkring.exporter.targets import TARGETS, Target, find_target
+from sinkring.exporter.tokenizer_files import write_tokenizer
 from sinkring.exporter.weight_formats import FORMATS, WeightFormat, check_weight_format, choose_weights
 from sinkring.exporter.weights import WeightsFile
 from sinkring.models.errors import ModelError
@@ -51,8 +52,6 @@ from sinkring.runtime.manifest import (
     WeightForm,
 )
 
-TOKENIZER_NAME = "tokenizer.json"
-CHAT_TEMPLATE_NAME = "chat_template.jinja"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # File systems stop at 255; the folder that becomes the bundle is called `.NAME.01234567.part` until then.
 LONGEST_NAME_BYTES = 240
@@ -144,7 +143,7 @@ def export_decoder(
             _round_weights(loaded.model, DTYPES[dtype])
             plan = _plan(loaded, caches, cache_type, context, policy, batch, chunk)
             plan = dataclasses.replace(plan, weights=stored.described(weights))
-            tokenizer = _write_tokenizer(part, loaded)
+            tokenizer = write_tokenizer(part, loaded)
             blocks = stored.by_initializer(loaded.model)
             if embedded:
                 plan = dataclasses.replace(plan, embedding=write_embedding(part, loaded.model, family, blocks))
@@ -396,18 +395,4 @@ def _complete(part: Path, plan: Manifest, tokenizer: Tokenizer | None, graphs: l
         graphs=tuple(graphs),
         files=tuple(describe_file(part, path) for path in paths),
         tokenizer=tokenizer,
-    )
-
-
-def _write_tokenizer(part: Path, loaded: LoadedModel) -> Tokenizer | None:
-    if loaded.tokenizer_json is None:
-        return None
-    (part / TOKENIZER_NAME).write_text(loaded.tokenizer_json, encoding="utf-8")
-    if loaded.chat_template is not None:
-        (part / CHAT_TEMPLATE_NAME).write_text(loaded.chat_template, encoding="utf-8")
-    return Tokenizer(
-        tokenizer=TOKENIZER_NAME,
-        chat_template=None if loaded.chat_template is None else CHAT_TEMPLATE_NAME,
-        bos_id=loaded.bos_id,
-        stop_ids=loaded.stop_ids,
     )
