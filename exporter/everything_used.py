@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from sinkring.exporter.influence import ATTEMPTS, ProbedGraph
-from sinkring.exporter.new_rows import after_step, cache_outputs
+from sinkring.runtime.backends.onnxruntime import decodes_with_prefill
 from sinkring.runtime.bfloat16 import to_host
 from sinkring.runtime.errors import UnsupportedError
-from sinkring.runtime.manifest import Manifest, Ring
+from sinkring.runtime.manifest import Graph, Manifest, Ring
 from sinkring.runtime.ring import RingGeometry
 
 # Tokens whose keys and values fill the caches.
@@ -36,7 +36,7 @@ def check_everything_used(bundle: Path, manifest: Manifest, say: Callable[[str],
     if any(ring.geometry.sinks_tokens + ring.geometry.window_tokens == 1 for ring in manifest.rings):
         say("checking nothing of what counts: with a window of one token and no sinks neither queries nor keys nor states can matter")
         return
-    for path in sorted({graph.cpu_path for graph in manifest.graphs if graph.role == "decode"}):
+    for path in sorted({_decoding(manifest, graph.target).cpu_path for graph in manifest.graphs}):
         _check_graph(*_filled(bundle, path, manifest), path, manifest, say)
 
 
@@ -72,17 +72,25 @@ def _filled(bundle: Path, path: str, manifest: Manifest) -> tuple[ProbedGraph, i
     at = min([end - 1 for end in ends] or [max(geometry.capacity for geometry in _geometries(manifest)) + 1])
     ids = np.random.default_rng(0).integers(0, vocab, _TOKENS + 1, dtype=np.int64)
     feeds: dict[str, NDArray[Any]] = {state.name: np.full(state.shape, to_host(state.initial, state.dtype)) for state in manifest.states}
+    if any((graph.cpu_path, graph.role) == (path, "prefill") for graph in manifest.graphs):
+        feeds["rows"] = np.zeros(1, np.int64)
     graph = ProbedGraph(bundle, path, feeds, manifest)
-    update = next(graph.update for graph in manifest.graphs if path in (graph.path, graph.widened))
     fed = min(_TOKENS, at)
     for position in range(fed):
         _place(feeds, manifest, position, int(ids[position]), batch)
-        feeds.update(after_step(feeds, manifest, update, graph.outputs(cache_outputs(manifest, update))))
+        feeds.update(
+            zip([state.name for state in manifest.states], graph.outputs([state.updated for state in manifest.states]), strict=True)
+        )
     for state in manifest.states:
         if state.ring is not None:
             _spread(feeds[state.name], manifest.rings[state.ring].geometry, fed)
     _place(feeds, manifest, at, int(ids[fed]), batch)
     return graph, at
+
+
+def _decoding(manifest: Manifest, target: str) -> Graph:
+    """The graph that a stream of this target is decoded with."""
+    return manifest.graph("prefill" if decodes_with_prefill(manifest, target) else "decode", target)
 
 
 def _geometries(manifest: Manifest) -> tuple[RingGeometry, ...]:

@@ -56,7 +56,7 @@ def _mean_off(subject: Subject, logits: Logits, start: int) -> float:
 def _run(subject: Subject, target: str | None, starts: list[int], count: int, by_step: bool) -> list[Logits]:
     """float32 [count,V] from each start."""
     windows = []
-    with subject.open(target) as decoder, decoder.stream() as stream:
+    with subject.open(target, decode_graph=by_step and target is not None) as decoder, decoder.stream() as stream:
         for start in starts:
             if start > stream.position:
                 stream.feed(subject.ids[stream.position : start])

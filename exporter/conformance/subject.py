@@ -76,10 +76,15 @@ class Subject:
         """Whether the backend runs engines, which are those of its own target, and not the graphs themselves."""
         return self.backend in MODULES
 
-    def open(self, target: str | None = None) -> Decoder:
-        """A decoder of its own, with fresh state. Close it. With a target its graphs themselves are run."""
+    def open(self, target: str | None = None, decode_graph: bool = False) -> Decoder:
+        """A decoder of its own, with fresh state. Close it. With a target its graphs themselves are run.
+
+        decode_graph: its decode graph for single tokens, also where ONNX Runtime decodes with the prefill graph.
+        """
         backend = "onnxruntime" if target is not None and self.runs_engines else self.backend
-        return open_bundle(self.path, backend, target=target, verify=False, alarms=False)
+        return open_bundle(
+            self.path, backend, target=target, verify=False, alarms=False, **({"one_session": False} if decode_graph else {})
+        )
 
     def off(self, logits: Logits, position: int) -> float:
         """Largest |error| of logits [V] or [T,V] against the oracle's from `position` on; infinite if one is not finite."""

@@ -2,7 +2,7 @@
 
 TensorRT-RTX 1.7 fuses each of the two products, with the softmax's steps and a cast of float16 caches, into a kernel that reads its ring
 where it lies. Around a matrix product it copies the ring: always with a softcap between the two, and in a whole decoder without one too.
-ONNX Runtime computes the same from these graphs, slowly: it has the grouped form.
+ONNX Runtime computes the same from these graphs, slowly: it has the form by heads.
 """
 
 import onnx_ir as ir
@@ -33,7 +33,7 @@ class LowerToSummedAttention(LowerRingAttention):
         a = ring.attributes
         keys, values = write_rings(into, ring)
         query = into.op("Mul", ring.input(0), float_constant(into, f"f32.scale{a.scale}", a.scale))
-        scores = scores_in_sums(into, ring, query, from_cache_type(into, ring, keys), a.capacity)
+        scores = _scores(into, ring, query, from_cache_type(into, ring, keys))
         if ring.turns_sinks:
             scores = into.op("Add", scores, sink_bias(into, ring, keys))
         if a.softcap:
@@ -43,21 +43,20 @@ class LowerToSummedAttention(LowerRingAttention):
             weights = softmax_beside(into, scores, into.op("Reshape", ring.input(9), into.ints(1, ring.heads, 1, 1)))
         else:
             weights = into.op("Softmax", scores, axis=-1)
-        attended = attended_in_sums(into, ring, weights, from_cache_type(into, ring, values), a.capacity)
-        finish(into, ring, attended, keys, values)
+        finish(into, ring, _attended(into, ring, weights, from_cache_type(into, ring, values)), keys, values)
 
 
-def scores_in_sums(into: Insertion, ring: RingNode, query: ir.Value, keys: ir.Value, columns: int) -> ir.Value:
-    """[B,H,1,D], [B,G,C,D] -> [B,H,1,C]. columns: how many keys C are."""
+def _scores(into: Insertion, ring: RingNode, query: ir.Value, keys: ir.Value) -> ir.Value:
+    """[B,H,1,D], [B,G,C,D] -> [B,H,1,C]."""
     queries = into.op("Reshape", query, into.ints(ring.batch, ring.groups, -1, 1, ring.head_size))
     products = into.op("Mul", into.op("Unsqueeze", keys, into.ints(2)), queries)
     scores = into.op("ReduceSum", products, into.ints(-1), keepdims=0)
-    return into.op("Reshape", scores, into.ints(ring.batch, ring.heads, 1, columns))
+    return into.op("Reshape", scores, into.ints(ring.batch, ring.heads, 1, ring.attributes.capacity))
 
 
-def attended_in_sums(into: Insertion, ring: RingNode, weights: ir.Value, values: ir.Value, columns: int) -> ir.Value:
-    """[B,H,1,C], [B,G,C,D] -> [B,H,1,D]. columns: how many values C are."""
-    shares = into.op("Reshape", weights, into.ints(ring.batch, ring.groups, -1, columns, 1))
+def _attended(into: Insertion, ring: RingNode, weights: ir.Value, values: ir.Value) -> ir.Value:
+    """[B,H,1,C], [B,G,C,D] -> [B,H,1,D]."""
+    shares = into.op("Reshape", weights, into.ints(ring.batch, ring.groups, -1, ring.attributes.capacity, 1))
     products = into.op("Mul", shares, into.op("Unsqueeze", values, into.ints(2)))
     attended = into.op("ReduceSum", products, into.ints(3), keepdims=0)
     return into.op("Reshape", attended, into.ints(ring.batch, ring.heads, 1, ring.head_size))

@@ -7,10 +7,11 @@ import pytest
 from sinkring.exporter.node import ring_attention
 from sinkring.exporter.passes.lower_fused import LowerToFusedAttention
 from sinkring.exporter.passes.lower_grouped import LowerToGroupedAttention
+from sinkring.exporter.passes.lower_heads import LowerToHeadAttention
 
 from tests.exporter.ring_case import RingCase, make_call, ring_model, session
 
-FORMS = {"fused": LowerToFusedAttention, "grouped": LowerToGroupedAttention}
+FORMS = {"fused": LowerToFusedAttention, "grouped": LowerToGroupedAttention, "heads": LowerToHeadAttention}
 # Scores reach 100 at scale 1.0, where float32 resolves 1e-5: through the exponential that share of a weight, over values of up to 4.
 TOLERANCE = 2e-4
 

@@ -143,8 +143,8 @@ def test_a_manifest_that_is_no_json(speaking_bundle: Path, tmp_path: Path) -> No
 
 
 def test_a_file_that_is_missing(speaking_bundle: Path, tmp_path: Path) -> None:
-    bundle = changed(speaking_bundle, tmp_path, lambda folder, _: (folder / "decode.grouped.onnx").unlink())
-    assert "decode.grouped.onnx" in refused("inspect", bundle)
+    bundle = changed(speaking_bundle, tmp_path, lambda folder, _: (folder / "decode.heads.onnx").unlink())
+    assert "decode.heads.onnx" in refused("inspect", bundle)
 
 
 @pytest.mark.parametrize("stdin", [b"", b"\n"])

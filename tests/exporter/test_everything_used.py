@@ -13,7 +13,7 @@ from sinkring.exporter.influence import add_noise
 from sinkring.runtime.errors import UnsupportedError
 from sinkring.runtime.manifest import Manifest
 
-GROUPED = "decode.grouped.onnx"
+HEADS = "prefill.heads.onnx"
 
 
 def check(bundle: Path) -> list[str]:
@@ -28,7 +28,7 @@ def edited(tiny_bundle: Path, tmp_path: Path) -> Callable[[Callable[[onnx.ModelP
 
     def edit(change: Callable[[onnx.ModelProto], None]) -> Path:
         copy_bundle(tiny_bundle, Manifest.read(tiny_bundle), tmp_path / "copy")
-        edit_graph(tmp_path / "copy", GROUPED, change)
+        edit_graph(tmp_path / "copy", HEADS, change)
         return tmp_path / "copy"
 
     return edit
@@ -45,7 +45,7 @@ def silence(model: onnx.ModelProto, is_read: Callable[[onnx.NodeProto], bool], i
 
 def test_a_sound_bundle_passes_and_says_what_it_does(tiny_bundle: Path) -> None:
     said = check(tiny_bundle)
-    assert [line.partition(": ")[0].split()[-1] for line in said] == ["decode.fused.onnx", GROUPED]
+    assert [line.partition(": ")[0].split()[-1] for line in said] == ["decode.fused.onnx", HEADS]
     # 2 layers of q, k, v, o, gate, up, down and 2 norms; embedding, head, norm, and the tables of angles; 4 states; 2 sinks, 1 window.
     assert int(said[0].split()[-1]) >= 2 * 9 + 3 + 4 + 2 + 1
 
@@ -59,7 +59,7 @@ def test_one_part_of_a_merged_weight(edited: Callable[..., Path]) -> None:
     def write_nothing(model: onnx.ModelProto) -> None:
         silence(model, lambda node: node.op_type == "TensorScatter" and node.input[0] == "cache.0.k", 1)
 
-    with pytest.raises(UnsupportedError, match=r"^decode\.grouped\.onnx: model\.layers\.0\.self_attn\.k_proj\.weight has no effect"):
+    with pytest.raises(UnsupportedError, match=r"^prefill\.heads\.onnx: model\.layers\.0\.self_attn\.k_proj\.weight has no effect"):
         check(edited(write_nothing))
 
 
@@ -74,7 +74,7 @@ def test_a_weight_that_is_read_from_a_copy(edited: Callable[..., Path]) -> None:
                 if name == norm.name:
                     node.input[index] = "copy"
 
-    with pytest.raises(UnsupportedError, match=r"decode\.grouped\.onnx: model\.norm\.weight has no effect"):
+    with pytest.raises(UnsupportedError, match=r"prefill\.heads\.onnx: model\.norm\.weight has no effect"):
         check(edited(copy_norm))
 
 
@@ -82,7 +82,7 @@ def test_a_state_whose_old_rows_are_lost(edited: Callable[..., Path]) -> None:
     def forget(model: onnx.ModelProto) -> None:
         silence(model, lambda node: node.op_type == "TensorScatter" and node.input[0] == "cache.1.v", 0)
 
-    with pytest.raises(UnsupportedError, match=r"decode\.grouped\.onnx: cache\.1\.v has no effect"):
+    with pytest.raises(UnsupportedError, match=r"prefill\.heads\.onnx: cache\.1\.v has no effect"):
         check(edited(forget))
 
 

@@ -80,7 +80,7 @@ def test_the_manifest_names_all_there_is(tiny_bundle: Path) -> None:
     assert {file.path for file in manifest.files} | {"manifest.json"} == content(tiny_bundle).keys()
     assert {graph.path for graph in manifest.graphs} < {file.path for file in manifest.files}
     assert {(graph.role, graph.target) for graph in manifest.graphs} == {
-        (role, target) for role in ("decode", "prefill") for target in TARGETS if target != "tensorrt-10.3"
+        (role, target) for role in ("decode", "prefill") for target in TARGETS
     }
     assert manifest.cache_bytes == manifest.cache_bytes_formula == 16 * 2 * 2 * 2 * 8 * 4
 
@@ -193,7 +193,7 @@ def test_a_killed_export_leaves_the_old_bundle_and_the_next_one_clears_up(tiny_m
     process.communicate()
     assert content(out) == old
     (left,) = beside(out)
-    assert "decode.grouped.onnx" in content(out.parent / left)
+    assert "decode.heads.onnx" in content(out.parent / left)
     export_decoder(tiny_model, out, **TINY, overwrite=True)
     open_bundle(out, threads=1).close()
     assert beside(out) == []
@@ -290,6 +290,6 @@ def test_the_files_are_what_the_manifest_hashed(tiny_bundle: Path) -> None:
 def test_a_bundle_for_one_target_alone(tiny_model: Path, out: Path) -> None:
     manifest = export_decoder(tiny_model, out, **TINY, targets=["onnxruntime"])
     assert {graph.target for graph in manifest.graphs} == {"onnxruntime"}
-    assert content(out).keys() == {"manifest.json", "weights.bin", "decode.grouped.onnx", "prefill.grouped.onnx"}
+    assert content(out).keys() == {"manifest.json", "weights.bin", "decode.heads.onnx", "prefill.heads.onnx"}
     with pytest.raises(BundleError, match=r"no decode graph for target 'tensorrt-rtx', only for \['onnxruntime'\]"):
         open_bundle(out, target="tensorrt-rtx")

@@ -48,7 +48,7 @@ def plain_nodes(model: onnx.ModelProto) -> list[tuple[object, ...]]:
 def test_taking_the_casts_out_gives_the_file_that_engines_are_built_from(bundle: Path) -> None:
     manifest = Manifest.read(bundle)
     assert {(graph.path, graph.widened) for graph in manifest.graphs} == {
-        (f"{stem}.onnx", f"{stem}.widened.onnx") for stem in ("decode.grouped", "decode.fused", "prefill.grouped")
+        (f"{stem}.onnx", f"{stem}.widened.onnx") for stem in ("decode.heads", "decode.fused", "prefill.heads", "prefill.grouped")
     }
     for graph in manifest.graphs:
         assert graph.widened is not None

@@ -123,7 +123,7 @@ def test_angles_are_those_of_the_float32_model(parity_bundle: Bundles) -> None:
     """Frequencies rounded to float16 would be another model's, the further off the older a stream is."""
     tables = []
     for name in ("chunk 4 native, all fp16", "chunk 4 native"):
-        graph = onnx.load(parity_bundle(name).path / "decode.grouped.onnx").graph
+        graph = onnx.load(parity_bundle(name).path / "decode.heads.onnx").graph
         tables.append({tensor.name: numpy_helper.to_array(tensor) for tensor in graph.initializer if "digit" in tensor.name})
     half, full = tables
     assert len(full) == 4

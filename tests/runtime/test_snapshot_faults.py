@@ -135,7 +135,7 @@ def test_what_is_no_snapshot(decoder: Decoder, good: Path, tmp_path: Path) -> No
     refused(decoder, tmp_path / "folder", "Is a directory")
     refused(decoder, tmp_path / "nothing", "No such file")
     refused(decoder, tmp_path / "text" / "below a file", "Not a directory")
-    for path in (decoder.path, decoder.path / "manifest.json", decoder.path / "weights.bin", decoder.path / "decode.grouped.onnx"):
+    for path in (decoder.path, decoder.path / "manifest.json", decoder.path / "weights.bin", decoder.path / "decode.heads.onnx"):
         refused(decoder, path)
 
 
