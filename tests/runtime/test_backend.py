@@ -108,14 +108,15 @@ from sinkring.runtime import open_bundle
 backend._ERRORS_ONLY = 2  # ONNX Runtime's own default: warnings, too
 copied = "copied" in sys.argv
 if copied:
-    bind = backend._bind_output
+    bind = backend._bind_state
 
-    def bind_elsewhere(binding, name, array, *shape):
+    def bind_elsewhere(binding, state, array, in_place):
+        bind(binding, state, array, False)
         spare.append(array.copy())
-        bind(binding, name, spare[-1] if name.startswith("cache") else array, *shape)
+        backend._bind_output(binding, state.updated, spare[-1])
 
     spare = []
-    backend._bind_output = bind_elsewhere
+    backend._bind_state = bind_elsewhere
 with open_bundle(sys.argv[1], threads=1, target=sys.argv[2]) as decoder:
     stream = decoder.stream()
     stream.feed([1, 2, 3, 4, 5, 6, 7])
