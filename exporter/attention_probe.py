@@ -45,7 +45,10 @@ class AttentionProbe:
                 f"{bundle}: has {manifest.batch} rows and {len(manifest.rings)} rings; attention is looked at in a bundle of one and one"
             )
         self._geometry = manifest.rings[0].geometry
-        graph = bundle / manifest.graph("decode", proving_target(manifest)).cpu_path
+        form = manifest.graph("decode", proving_target(manifest))
+        graph = bundle / form.cpu_path
+        if form.update != "in_place":
+            raise UnsupportedError(f"{graph}: gives out new rows in place of its caches; attention is looked at in graphs that update them")
         model = onnx.load(graph, load_external_data=False)
         groups, capacity = manifest.model.kv_heads, self._geometry.capacity
         shape = (1, groups, manifest.model.query_heads // groups, 1, capacity)

@@ -24,7 +24,7 @@ from sinkring.exporter.plan import PlanReport, read_plan
 from sinkring.exporter.sampling_head import append_sampling_head
 from sinkring.runtime.bundle import check_consistent
 from sinkring.runtime.errors import BuildError, BundleError, UnsupportedError
-from sinkring.runtime.manifest import CONTRACT_KEY, MANIFEST_NAME, Engine, File, Graph, Manifest, Role, StateTensor
+from sinkring.runtime.manifest import CONTRACT_KEY, MANIFEST_NAME, Engine, File, Graph, Manifest, Role, StateTensor, rows_name
 
 ENGINES_FOLDER = "engines"
 # What the folder of an engine calls the bundle's dtype.
@@ -96,7 +96,13 @@ def build_engine(
     if (next_token or sample_top_k) and manifest.embedding is not None:
         asked = "next_token" if next_token else "sample_top_k"
         raise UnsupportedError(f"{folder}: {asked}, and its graphs take embedded rows, not the token that was picked; build without it")
-    graphs = [graph for graph in manifest.graphs if graph.target == target] or [manifest.graph("decode", target)]
+    # Engines are of the target that they are built for, also where the graphs are the portable ones.
+    graphs = [dataclasses.replace(graph, target=target) for graph in manifest.graphs_for(target) or [manifest.graph("decode", target)]]
+    if (options.next_token or options.sample_top_k) and graphs[0].update == "rows":
+        raise UnsupportedError(
+            f"next_token, sample_top_k: {graphs[0].path} only reads its caches, whose rows are written between steps; leave them out, "
+            "or export for a target that updates them in place"
+        )
     sms = tuple(sm) if sm is not None else ((89,) if target == "tensorrt-rtx" else (present_sm(),))
     if not sms:
         raise UnsupportedError("sm: no compute capability named; name at least one, as 10 x major + minor (89 for 8.9)")
@@ -130,7 +136,7 @@ def _build_one(folder: Path, trt: ModuleType, graph: Graph, sm: int, options: Bu
     headed = None if top_k is None else append_sampling_head(proto, top_k).SerializeToString()
     say = named if progress is not None else None
     compiled = compile_engine(trt, graph.target, folder / graph.path, sm, profiles, say, options, headed)
-    plan = read_plan(compiled.plan_text, states, graph.tokens)
+    plan = read_plan(compiled.plan_text, states, graph.tokens, graph.update)
     report = BuildReport(
         role=graph.role,
         target=graph.target,
@@ -239,7 +245,8 @@ def _bound_states(header: onnx.GraphProto, graph: Graph, states: tuple[StateTens
     inputs = {tensor.name: tuple(dim.dim_value for dim in tensor.type.tensor_type.shape.dim) for tensor in header.input}
     outputs = {tensor.name for tensor in header.output}
     for state in states:
-        for name, names in ((state.name, set(inputs)), (state.updated, outputs)):
+        written = state.updated if graph.update == "in_place" else rows_name(state.name)
+        for name, names in ((state.name, set(inputs)), (written, outputs)):
             if name not in names:
                 raise BundleError(f"{graph.path}: has no tensor {name!r}, {MANIFEST_NAME} lists it as a state; export again")
     return tuple(dataclasses.replace(state, shape=inputs[state.name]) for state in states)

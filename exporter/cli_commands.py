@@ -51,7 +51,8 @@ def export_command(
     target: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only graphs for onnxruntime, tensorrt-rtx or tensorrt. May be given again. Default: all that run such weights.",
+            help="Only graphs for onnxruntime, tensorrt-rtx, tensorrt or tensorrt-10.3 (JetPack 6). May be given again. "
+            "Default: all that run such weights but the last.",
             show_default=False,
         ),
     ] = None,
@@ -112,7 +113,9 @@ def export_command(
 @app.command("build")
 def build_command(
     bundle: BundleArgument,
-    target: Annotated[str, typer.Option(help="tensorrt-rtx (needs no GPU) or tensorrt (for the GPU that is present).")] = "tensorrt-rtx",
+    target: Annotated[
+        str, typer.Option(help="tensorrt-rtx (needs no GPU), tensorrt or tensorrt-10.3 (for the GPU that is present).")
+    ] = "tensorrt-rtx",
     sm: Annotated[
         str | None,
         typer.Option(help="Compute capabilities as 10 x major + minor, with commas: 89,120. Default 89, or the GPU.", show_default=False),
@@ -175,7 +178,7 @@ def run_command(
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End at this text; may be given again.", show_default=False)
     ] = None,
-    backend: Annotated[str, typer.Option(help="What runs the graphs: onnxruntime, tensorrt, tensorrt-rtx.")] = "onnxruntime",
+    backend: Annotated[str, typer.Option(help="What runs the graphs: onnxruntime, tensorrt, tensorrt-rtx, tensorrt-10.3.")] = "onnxruntime",
     device: Annotated[str | None, typer.Option(help="With onnxruntime: cpu or cuda. Default: cpu.", show_default=False)] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: all cores.", show_default=False)] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Draw the ring at the foot of the terminal.")] = False,

@@ -15,8 +15,10 @@ from polygraphy.backend.onnxrt import OnnxrtRunner
 from sinkring.exporter.edited_session import open_edited, run_session
 from sinkring.exporter.engine_builder import compile_engine
 from sinkring.exporter.engine_runner import EngineRunner
+from sinkring.exporter.new_rows import after_step, cache_outputs
 from sinkring.runtime.backends.engine import MODULES, find_engine
 from sinkring.runtime.bfloat16 import to_host
+from sinkring.runtime.embedding import EmbeddingTable
 from sinkring.runtime.errors import InputError
 from sinkring.runtime.manifest import Manifest
 
@@ -106,6 +108,7 @@ class ThreadedRunner:
 
     def __init__(self, spec: RunnerSpec, runner: BaseRunner, manifest: Manifest) -> None:
         self.spec, self.manifest, self._runner = spec, manifest, runner
+        self._table = None if manifest.embedding is None else EmbeddingTable(spec.bundle, manifest.embedding)
         self.reset()
 
     def reset(self) -> None:
@@ -118,12 +121,17 @@ class ThreadedRunner:
         """What the next step is fed, states included."""
         rows = self.manifest.batch
         indices = {ring.write_index: np.full(rows, ring.geometry.slot(self.position), np.int64) for ring in self.manifest.rings}
-        return {"tokens": np.full((rows, 1), token, np.int64), "position": np.full(rows, self.position, np.int64), **indices, **self.states}
+        fed = np.array([token]) if self._table is None else self._table.of_tokens(np.array([token]))
+        step = np.repeat(fed[None], rows, axis=0)
+        return {self.manifest.input_name: step, "position": np.full(rows, self.position, np.int64), **indices, **self.states}
 
     def step(self, token: int) -> NDArray[np.float32]:
         """Logits [B,V] after the token."""
-        outputs = infer(self._runner, self.feeds(token))
-        self.states = {state.name: outputs[state.updated] for state in self.manifest.states}
+        feeds = self.feeds(token)
+        outputs = infer(self._runner, feeds)
+        update = next(graph.update for graph in self.manifest.graphs if self.spec.graph in (graph.path, graph.widened))
+        # What came before is kept by whoever looks at a step.
+        self.states = after_step(feeds, self.manifest, update, [outputs[name] for name in cache_outputs(self.manifest, update)])
         self.position += 1
         logits: NDArray[np.float32] = outputs["logits"][:, -1]
         return logits

@@ -44,7 +44,7 @@ class CompiledEngine:
 def load_builder(target: str) -> ModuleType:
     """The Python module of `target`.
 
-    Raises UnsupportedError for an unknown target, DependencyError when its package is not installed or its libraries do not load.
+    Raises UnsupportedError for an unknown target, DependencyError when its package is not installed, does not load, or has another version.
     """
     if target not in MODULES:
         raise UnsupportedError(
@@ -61,11 +61,11 @@ def supported_sms(trt: ModuleType) -> tuple[int, ...]:
 
 def check_sm(trt: ModuleType, target: str, sm: int) -> None:
     """Raises UnsupportedError for a compute capability that `target` cannot compile for here."""
-    if target == "tensorrt":
+    if target != "tensorrt-rtx":
         present = present_sm()
         if sm != present:
             raise UnsupportedError(
-                f"sm={sm}: target 'tensorrt' builds for the GPU that is present, which is sm={present}; build on the other GPU, "
+                f"sm={sm}: target {target!r} builds for the GPU that is present, which is sm={present}; build on the other GPU, "
                 "or use target 'tensorrt-rtx'"
             )
     elif sm not in supported_sms(trt):

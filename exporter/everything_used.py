@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from sinkring.exporter.influence import ATTEMPTS, ProbedGraph
+from sinkring.exporter.new_rows import after_step, cache_outputs
 from sinkring.runtime.backends.onnxruntime import decodes_with_prefill
 from sinkring.runtime.bfloat16 import to_host
 from sinkring.runtime.errors import UnsupportedError
@@ -75,12 +76,11 @@ def _filled(bundle: Path, path: str, manifest: Manifest) -> tuple[ProbedGraph, i
     if any((graph.cpu_path, graph.role) == (path, "prefill") for graph in manifest.graphs):
         feeds["rows"] = np.zeros(1, np.int64)
     graph = ProbedGraph(bundle, path, feeds, manifest)
+    update = next(graph.update for graph in manifest.graphs if path in (graph.path, graph.widened))
     fed = min(_TOKENS, at)
     for position in range(fed):
         _place(feeds, manifest, position, int(ids[position]), batch)
-        feeds.update(
-            zip([state.name for state in manifest.states], graph.outputs([state.updated for state in manifest.states]), strict=True)
-        )
+        feeds.update(after_step(feeds, manifest, update, graph.outputs(cache_outputs(manifest, update))))
     for state in manifest.states:
         if state.ring is not None:
             _spread(feeds[state.name], manifest.rings[state.ring].geometry, fed)

@@ -30,6 +30,7 @@ from sinkring.exporter.lower import lower_for, simplify, widen
 from sinkring.exporter.machine import describe_machine
 from sinkring.exporter.rotary import frequencies_for
 from sinkring.exporter.targets import TARGETS, Target, find_target
+from sinkring.exporter.tokenizer_files import write_tokenizer
 from sinkring.exporter.weight_formats import FORMATS, WeightFormat, check_weight_format, choose_weights
 from sinkring.exporter.weights import WeightsFile
 from sinkring.models.errors import ModelError
@@ -51,8 +52,6 @@ from sinkring.runtime.manifest import (
     WeightForm,
 )
 
-TOKENIZER_NAME = "tokenizer.json"
-CHAT_TEMPLATE_NAME = "chat_template.jinja"
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # File systems stop at 255; the folder that becomes the bundle is called `.NAME.01234567.part` until then.
 LONGEST_NAME_BYTES = 240
@@ -115,6 +114,7 @@ def export_decoder(
         )
     check_inputs(inputs)
     chosen, form = _find_targets(targets, weights)
+    _check_bfloat16(chosen, dtype, cache_type)
     if block is not None and form != "qdq":
         raise InputError(
             f"block={block} for target {chosen[0].name}, whose blocks have 32 weights: leave it out, or name an engine's target"
@@ -143,7 +143,7 @@ def export_decoder(
             _round_weights(loaded.model, DTYPES[dtype])
             plan = _plan(loaded, caches, cache_type, context, policy, batch, chunk)
             plan = dataclasses.replace(plan, weights=stored.described(weights))
-            tokenizer = _write_tokenizer(part, loaded)
+            tokenizer = write_tokenizer(part, loaded)
             blocks = stored.by_initializer(loaded.model)
             if embedded:
                 plan = dataclasses.replace(plan, embedding=write_embedding(part, loaded.model, family, blocks))
@@ -222,6 +222,13 @@ def _check_cache_dtype(cache_dtype: str | None, dtype: str) -> torch.dtype:
     return DTYPES[cache_dtype]
 
 
+def _check_bfloat16(chosen: list[Target], dtype: str, cache_type: torch.dtype) -> None:
+    """Graphs that give out new rows are not proven in it."""
+    name = "dtype" if dtype == "bf16" else "cache_dtype"
+    if (dtype == "bf16" or cache_type == torch.bfloat16) and (rows := [target.name for target in chosen if target.update == "rows"]):
+        raise UnsupportedError(f"{name}='bf16' with target {rows[0]}: use fp16, or another target")
+
+
 def _round_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """In place, one by one. Buffers stay: rotary frequencies in float16 would be another model's, the further off the older a stream is."""
     for parameter in model.parameters():
@@ -268,7 +275,8 @@ def _find_targets(names: Iterable[str] | None, weights: WeightFormat) -> tuple[l
     if names is None:
         # Those of the first form that has the format.
         form: WeightForm = next((form for form, formats in FORMATS.items() if weights in formats), "blocks")
-        return [target for target in TARGETS.values() if weights == "fp32" or target.weight_form == form], form
+        usual = [target for target in TARGETS.values() if target.by_default]
+        return [target for target in usual if weights == "fp32" or target.weight_form == form], form
     if isinstance(names, str) or not isinstance(names, Iterable) or not (listed := list(names)):
         raise InputError(f"targets={names!r}: give a list of one or more of {', '.join(TARGETS)}")
     if wrong := [name for name in listed if not isinstance(name, str)]:
@@ -323,10 +331,10 @@ def _save_graphs(
             files[form] = f"{stem}.onnx", None if widened is None else f"{stem}.widened.onnx"
             for graph, name in ((lowered, files[form][0]), (widened, files[form][1])):
                 if graph is not None and name is not None:
-                    graph.metadata_props[CONTRACT_KEY] = json.dumps(plan.contract(), sort_keys=True)
+                    graph.metadata_props[CONTRACT_KEY] = json.dumps(plan.contract(target.update), sort_keys=True)
                     weights.save_graph(graph, part / name)
         path, wide_path = files[form]
-        graphs.append(Graph(role=role, target=target.name, path=path, tokens=tokens, widened=wide_path))
+        graphs.append(Graph(role=role, target=target.name, path=path, tokens=tokens, widened=wide_path, update=target.update))
     return graphs
 
 
@@ -387,18 +395,4 @@ def _complete(part: Path, plan: Manifest, tokenizer: Tokenizer | None, graphs: l
         graphs=tuple(graphs),
         files=tuple(describe_file(part, path) for path in paths),
         tokenizer=tokenizer,
-    )
-
-
-def _write_tokenizer(part: Path, loaded: LoadedModel) -> Tokenizer | None:
-    if loaded.tokenizer_json is None:
-        return None
-    (part / TOKENIZER_NAME).write_text(loaded.tokenizer_json, encoding="utf-8")
-    if loaded.chat_template is not None:
-        (part / CHAT_TEMPLATE_NAME).write_text(loaded.chat_template, encoding="utf-8")
-    return Tokenizer(
-        tokenizer=TOKENIZER_NAME,
-        chat_template=None if loaded.chat_template is None else CHAT_TEMPLATE_NAME,
-        bos_id=loaded.bos_id,
-        stop_ids=loaded.stop_ids,
     )

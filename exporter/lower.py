@@ -19,6 +19,7 @@ from sinkring.exporter.passes.widen import WidenBfloat16Arithmetic, computes_in_
 from sinkring.exporter.quantize import BlockMatrix
 from sinkring.exporter.quantize_symmetric import SymmetricMatrix
 from sinkring.exporter.targets import Target
+from sinkring.runtime.errors import UnsupportedError
 from sinkring.runtime.manifest import Role
 
 # Constants up to this many bytes are folded; weights are larger and are never touched.
@@ -72,12 +73,16 @@ def widen(lowered: ir.Model) -> ir.Model | None:
 
 
 def lower_for(target: Target, role: Role, simplified: ir.Model) -> ir.Model:
-    """A copy of `simplified` (weights shared with it) in the form that `target` runs best."""
+    """A copy of `simplified` (weights shared with it) in the form that `target` runs best.
+
+    Raises UnsupportedError, by its name, for an operator that the target's parser does not take.
+    """
     model = simplified.clone()
     model.opset_imports[""] = target.opset
     model.ir_version = target.ir_version
     ir.passes.Sequential(
         target.attention[role](),
+        *(made() for made in target.passes),
         common.ShapeInferencePass(),
         UnitTransposesToReshapes(),
         common.RemoveUnusedNodesPass(),
@@ -85,4 +90,14 @@ def lower_for(target: Target, role: Role, simplified: ir.Model) -> ir.Model:
         common.TopologicalSortPass(),
     )(model)
     model.producer_name = "sinkring"
+    _check_operators(target, model)
     return model
+
+
+def _check_operators(target: Target, model: ir.Model) -> None:
+    for node in model.graph:
+        if target.operators is not None and (node.domain or node.op_type not in target.operators):
+            raise UnsupportedError(
+                f"target {target.name}: its parser has no operator {node.op_type}, which {node.name} of this model needs; export for "
+                "another target"
+            )

@@ -7,6 +7,7 @@ Words: a *rewrite* writes a whole cache anew; an *operand* copy is a cache-sized
 of several tokens always pays for operand copies on TensorRT-RTX 1.7; they cost time, once a chunk, and break no promise.
 """
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,12 +16,15 @@ from typing import Literal
 
 from sinkring.exporter.plan_kernels import Kernel, PlanTensor, read_kernels, read_scratch_bytes, read_weight_bytes
 from sinkring.runtime.errors import BuildError
-from sinkring.runtime.manifest import DTYPE_BYTES, StateTensor
+from sinkring.runtime.manifest import DTYPE_BYTES, StateTensor, Update, rows_name
 
 
 @dataclass(frozen=True)
 class CacheUpdate:
-    """How one cache gets its new rows. `kernel` writes it last; None when no kernel writes it."""
+    """How one cache gets its new rows. `kernel` writes it last; None when no kernel writes it.
+
+    in_place: nothing but the new rows is written. Of a graph that gives them out, `kernel` writes the rows.
+    """
 
     cache: str
     in_place: bool
@@ -113,8 +117,8 @@ class PlanReport:
         return tuple(found)
 
 
-def read_plan(log_text: str, states: tuple[StateTensor, ...], tokens: int) -> PlanReport:
-    """Read a builder's log (or an inspector's one-line report) against the caches of a bundle.
+def read_plan(log_text: str, states: tuple[StateTensor, ...], tokens: int, update: Update = "in_place") -> PlanReport:
+    """Read a builder's log (or an inspector's one-line report) against the caches of a bundle. update: of the graph.
 
     states: the manifest's, of kind "ring" and "linear" (others are passed over), each with its layer and its shape as this graph binds it;
     tokens: largest T of the graph, 1 for decode.
@@ -125,6 +129,8 @@ def read_plan(log_text: str, states: tuple[StateTensor, ...], tokens: int) -> Pl
         raise BuildError(
             "the builder listed no kernels, so its plan cannot be checked: build with detailed profiling verbosity and a verbose logger"
         )
+    if update == "rows":
+        states = tuple(dataclasses.replace(state, updated=rows_name(state.name)) for state in states)
     caches = [state for state in states if state.kind in ("ring", "linear") and state.layer is not None]
     updated = {state.updated for state in states}
     starts = _layer_starts(kernels, caches)
@@ -144,7 +150,7 @@ def read_plan(log_text: str, states: tuple[StateTensor, ...], tokens: int) -> Pl
         layers.append(
             LayerPlan(
                 layer=layer,
-                updates=tuple(_update(kernels, state) for state in mine),
+                updates=tuple(_update(kernels, state, update) for state in mine),
                 attention=tuple(kernel.name for kernel in large),
                 fused=len(fused) == 1,
                 copies=tuple(copies),
@@ -154,10 +160,16 @@ def read_plan(log_text: str, states: tuple[StateTensor, ...], tokens: int) -> Pl
     return PlanReport(tokens, len(kernels), read_scratch_bytes(log_text), read_weight_bytes(log_text), tuple(layers))
 
 
-def _update(kernels: tuple[Kernel, ...], state: StateTensor) -> CacheUpdate:
-    """In place: exactly one kernel writes the updated cache, and it has that same tensor as an input, so it writes into what is there."""
+def _update(kernels: tuple[Kernel, ...], state: StateTensor, update: Update) -> CacheUpdate:
+    """In place: exactly one kernel writes the updated cache, and it has that same tensor as an input, so it writes into what is there.
+
+    Of rows: at least one kernel writes them, and none the cache.
+    """
     writers = [kernel for kernel in kernels if _has(kernel.outputs, state.updated)]
-    in_place = len(writers) == 1 and _has(writers[0].inputs, state.updated)
+    if update == "rows":
+        in_place = bool(writers) and not any(_has(kernel.outputs, state.name) for kernel in kernels)
+    else:
+        in_place = len(writers) == 1 and _has(writers[0].inputs, state.updated)
     return CacheUpdate(state.name, in_place, writers[-1].name if writers else None)
 
 

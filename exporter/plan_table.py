@@ -49,7 +49,7 @@ def plan_rows(bundle: Path, sms: Sequence[int], *, target: str = "tensorrt-rtx",
     Raises what `build_engine` raises, but for BuildError and UnsupportedError, which become a row's refusal.
     """
     manifest = Manifest.read(bundle)
-    graphs = [graph for graph in manifest.graphs if graph.target == target] or [manifest.graph("decode", target)]
+    graphs = manifest.graphs_for(target) or (manifest.graph("decode", target),)
     rows, weights = [], manifest.weights.format
     dtype = manifest.dtype if weights == "fp32" else f"{manifest.dtype}, weights {weights}"
     with tempfile.TemporaryDirectory(dir=bundle.parent, prefix=f".{bundle.name}-plans-") as folder:

@@ -2,19 +2,25 @@
 
 from dataclasses import dataclass
 
+import onnx_ir as ir
+from sinkring.exporter.passes.lower_appended import LowerToAppendedAttention
 from sinkring.exporter.passes.lower_fused import LowerToFusedAttention
 from sinkring.exporter.passes.lower_grouped import LowerToGroupedAttention
 from sinkring.exporter.passes.lower_heads import LowerToHeadAttention
 from sinkring.exporter.passes.lowering import LowerRingAttention
+from sinkring.exporter.passes.older_operators import OlderOperators
+from sinkring.exporter.tensorrt_operators import TENSORRT_10_OPERATORS
 from sinkring.runtime.errors import UnsupportedError
-from sinkring.runtime.manifest import Role, WeightForm
+from sinkring.runtime.manifest import PORTABLE_TARGET, Role, Update, WeightForm
 
 
 @dataclass(frozen=True)
 class Target:
     """What one runtime gets. `attention` maps a graph's role to the pass that lowers RingAttention for it.
 
-    weight_form: how weights of 4 or 8 bits are stored for it (see WeightStorage); None if it runs none.
+    weight_form: how weights of 4 or 8 bits are stored for it (see WeightStorage); None if it runs none. update: how its graphs' caches get
+    new rows. passes: what is made of the graph after that; operators: those that its parser takes, None for all of the opset.
+    by_default: whether a bundle has its graphs without being asked.
     """
 
     name: str
@@ -22,6 +28,10 @@ class Target:
     ir_version: int
     attention: dict[Role, type[LowerRingAttention]]
     weight_form: WeightForm | None = None
+    update: Update = "in_place"
+    passes: tuple[type[ir.passes.InPlacePass], ...] = ()
+    operators: frozenset[str] | None = None
+    by_default: bool = True
 
 
 # In TensorRT a prefill chunk is products of matrices either way, and the grouped form is the one that it does not repeat K and V for; at
@@ -34,6 +44,17 @@ TARGETS = {
         Target("tensorrt-rtx", 24, 10, {"decode": LowerToFusedAttention, "prefill": LowerToGroupedAttention}, weight_form="qdq"),
         # The same files: TensorRT from 10.15 on takes these operators, too.
         Target("tensorrt", 24, 10, {"decode": LowerToFusedAttention, "prefill": LowerToGroupedAttention}, weight_form="qdq"),
+        # JetPack 6: no operator that updates an input, and none of an opset beyond 20.
+        Target(
+            PORTABLE_TARGET,
+            20,
+            9,
+            {"decode": LowerToAppendedAttention, "prefill": LowerToAppendedAttention},
+            update="rows",
+            passes=(OlderOperators,),
+            operators=TENSORRT_10_OPERATORS,
+            by_default=False,
+        ),
     )
 }
 

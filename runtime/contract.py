@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sinkring.runtime.errors import BundleError
-from sinkring.runtime.manifest import Manifest, Role
+from sinkring.runtime.manifest import Manifest, Role, Update, rows_name
 
 # dtype and shape of each tensor by name; None is a size that varies from call to call, T or N.
 Tensors = dict[str, tuple[str, tuple[int | None, ...]]]
@@ -18,8 +18,8 @@ Tensors = dict[str, tuple[str, tuple[int | None, ...]]]
 NEXT_TOKEN = "next_token"
 
 
-def expected_tensors(manifest: Manifest, role: Role) -> tuple[Tensors, Tensors]:
-    """Inputs and outputs of the graph of `role`. A prefill graph binds one row of the batch."""
+def expected_tensors(manifest: Manifest, role: Role, update: Update = "in_place") -> tuple[Tensors, Tensors]:
+    """Inputs and outputs of the graph of `role`. A prefill graph binds one row of the batch. update: of the graph."""
     decodes = role == "decode"
     batch = manifest.batch if decodes else 1
     several = 1 if decodes else None
@@ -34,10 +34,13 @@ def expected_tensors(manifest: Manifest, role: Role) -> tuple[Tensors, Tensors]:
         **({} if decodes else {"rows": ("int64", (None,))}),
         **states,
     }
-    outputs: Tensors = {
-        "logits": ("float32", (batch, several, manifest.model.vocab_size)),
-        **{state.updated: states[state.name] for state in manifest.states},
-    }
+    outputs: Tensors = {"logits": ("float32", (batch, several, manifest.model.vocab_size))}
+    for state in manifest.states:
+        dtype, shape = states[state.name]
+        if update == "in_place":
+            outputs[state.updated] = dtype, shape
+        else:
+            outputs[rows_name(state.name)] = dtype, (*shape[:-2], several, shape[-1])
     return inputs, outputs
 
 
@@ -54,13 +57,17 @@ def check_tensors(where: str, kind: str, side: str, found: Tensors, expected: Te
             )
 
 
-def check_contract(where: str, said: Mapping[str, Any], manifest: Manifest) -> None:
-    """The graph was made for one geometry, policy and set of states, and `said` which. Raises BundleError for the first that differs."""
-    expected = manifest.contract()
-    for name, value in {**dict.fromkeys(said.keys() & {"embedding"}), **expected}.items():
-        if said.get(name) != value:
+def check_contract(where: str, said: Mapping[str, Any], manifest: Manifest, update: Update = "in_place") -> None:
+    """The graph was made for one geometry, policy and set of states, and `said` which. Raises BundleError for the first that differs.
+
+    update: of the graph, by the manifest.
+    """
+    # A graph of the usual update says none, and one that takes token ids no embedding.
+    found = {"update": "in_place", **said}
+    for name, value in {"update": "in_place", **dict.fromkeys(said.keys() & {"embedding"}), **manifest.contract(update)}.items():
+        if found.get(name) != value:
             raise BundleError(
-                f"{where}: was made for {name} {_shortened(said.get(name))}, the manifest says {_shortened(value)}; "
+                f"{where}: was made for {name} {_shortened(found.get(name))}, the manifest says {_shortened(value)}; "
                 "the bundle is damaged, export again"
             )
 

@@ -24,6 +24,13 @@ CONTRACT_KEY = "sinkring.contract"
 Policy = Literal["native", "streaming"]
 Role = Literal["decode", "prefill"]
 WeightForm = Literal["blocks", "qdq"]
+# How a graph's caches get the new rows of a call. in_place: the graph writes them, its output `updated` is the input `name`. rows: it only
+# reads the caches and gives out the rows, which the runtime writes into their slots once the call is over.
+Update = Literal["in_place", "rows"]
+
+# What is lowered for it has operators that every runtime knows: they all run it where a bundle has no graphs of their own.
+PORTABLE_TARGET = "tensorrt-10.3"
+RUNTIMES = ("onnxruntime", "tensorrt", "tensorrt-rtx")
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,7 @@ class Graph:
 
     widened: of a graph that computes in bfloat16, the file that a CPU runs in its place: the same nodes, each with its inputs cast to
     float32 and its results rounded back to bfloat16. None where `path` itself runs on a CPU.
+    update: see Update; with "rows" each state has an output of its new rows (see rows_name) in place of its updated self.
     """
 
     role: Role
@@ -93,6 +101,7 @@ class Graph:
     path: str
     tokens: int
     widened: str | None = None
+    update: Update = "in_place"
 
     @property
     def cpu_path(self) -> str:
@@ -227,22 +236,31 @@ class Manifest:
             self.batch * ring.geometry.capacity * 2 * len(ring.layers) * model.kv_heads * model.head_size * item for ring in self.rings
         )
 
-    def contract(self) -> dict[str, Any]:
-        """What a graph and its runtime must agree on, as plain JSON values. Every graph of a bundle carries it in its metadata, under
-        CONTRACT_KEY: the manifest itself is hashed by nobody, and a wrong number in it would write a wrong slot without an error."""
+    def contract(self, update: Update = "in_place") -> dict[str, Any]:
+        """What a graph of that update and its runtime must agree on, as plain JSON values. Every graph of a bundle carries it in its
+        metadata, under CONTRACT_KEY: the manifest itself is hashed by nobody, and a wrong number in it would write a wrong slot without
+        an error."""
         fields = ["policy", "batch", "chunk", "dtype", "position_limit", "rings", "states"]
         if self.embedding is not None:
             fields.append("embedding")
         whole = dataclasses.asdict(self)
         contract: dict[str, Any] = json.loads(json.dumps({name: whole[name] for name in fields}))
-        return contract
+        return contract if update == "in_place" else {**contract, "update": update}
 
     def graph(self, role: Role, target: str) -> Graph:
-        for graph in self.graphs:
-            if (graph.role, graph.target) == (role, target):
+        """That of `target`, or for a runtime that has none here the portable one. Raises BundleError."""
+        for graph in self.graphs_for(target):
+            if graph.role == role:
                 return graph
         have = sorted({graph.target for graph in self.graphs})
         raise BundleError(f"the bundle has no {role} graph for target {target!r}, only for {have}; export again with that target")
+
+    def graphs_for(self, target: str) -> tuple[Graph, ...]:
+        """Those of `target`, or for a runtime that has none here the portable ones."""
+        own = tuple(graph for graph in self.graphs if graph.target == target)
+        if own or target not in RUNTIMES:
+            return own
+        return tuple(graph for graph in self.graphs if graph.target == PORTABLE_TARGET)
 
     def file(self, path: str) -> File:
         for file in self.files:
@@ -287,6 +305,11 @@ class Manifest:
 
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
+
+
+def rows_name(state: str) -> str:
+    """The output of a graph of update "rows" that holds the new rows of a state, [B,G,T,D] in its dtype."""
+    return f"{state}.rows"
 
 
 def _elements(shape: tuple[int, ...]) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from sinkring.exporter.geometries import leading_geometry
 from sinkring.runtime import snapshot
 from sinkring.runtime.backends import proving_target
+from sinkring.runtime.backends.host_rows import HostRows
 from sinkring.runtime.backends.onnxruntime import OnnxRuntimeBackend
 from sinkring.runtime.decoder import Decoder
 from sinkring.runtime.errors import InputError
@@ -49,6 +50,7 @@ class Saboteur:
             "window": any(geometry.window_tokens > 1 for geometry in wrapping),
             "slack": all(geometry.slack > 0 for geometry in geometries if geometry.wraps),
             "angles": "angles" in self.needs and _has_angles(bundle, manifest),
+            "rows form": manifest.graph("decode", proving_target(manifest)).update == "rows",
             "full": full,
             "quantized": manifest.weights.format != "fp32",
         }
@@ -64,6 +66,7 @@ _NEEDS = {
     "window": "a bundle with a window of two tokens or more",
     "slack": "a bundle with slack",
     "angles": "a bundle with rotary angles: ALiBi takes distances from the slots",
+    "rows form": "a bundle whose graphs give out new rows (sinkring export --target tensorrt-10.3)",
     "full": "--suite full",
     "quantized": "a bundle with weights of 4 or 8 bits for engines",
 }
@@ -162,6 +165,24 @@ def _row_crosstalk() -> Iterator[None]:
 
     with _replaced(OnnxRuntimeBackend, "decode", crossed):
         yield
+
+
+def _row_beside() -> AbstractContextManager[None]:
+    write = HostRows.write_step
+
+    def beside(self: Any, write_index: Sequence[Any], idle: Sequence[int]) -> None:
+        ends = [array.shape[2] for _, array in self._cached]
+        write(self, [(slots + 1) % min(ends) for slots in write_index], idle)
+
+    return _replaced(HostRows, "write_step", beside)
+
+
+def _row_early() -> AbstractContextManager[None]:
+    def early(self: Any, idle: Sequence[int] = ()) -> None:
+        self._decode_rows.write_step(self.write_index, idle)
+        self._decode.run_with_iobinding(self._decode_binding)
+
+    return _replaced(OnnxRuntimeBackend, "decode", early)
 
 
 @contextmanager
@@ -335,6 +356,8 @@ SABOTEURS = (
     Saboteur("window-short", ("I2", "I3"), "the mask of every graph is one token short", edit=_window_short, needs=("window", "wraps")),
     Saboteur("sink-dropped", ("I2", "I3"), "the last sink is never attended to", edit=_sink_dropped, needs=("sinks",)),
     Saboteur("slots-as-positions", ("I2", "I3"), "the graphs are told slots as positions", _slots_as_positions, needs=("wraps",)),
+    Saboteur("row-beside", ("I2", "I3"), "a new row goes to the slot behind its own", _row_beside, needs=("rows form",)),
+    Saboteur("row-early", ("I2", "I3"), "what the step before gave out is written before the step", _row_early, needs=("rows form",)),
     Saboteur("row-crosstalk", ("I4",), "what row 0 writes is written to row 1 too", _row_crosstalk, needs=("rows",)),
     Saboteur("counter-survives", ("I4",), "a stream on a used row starts at the old position", _counter_survives),
     Saboteur("reset-counter-only", ("I5",), "a reset leaves the state as it is", _reset_counter_only),

@@ -60,19 +60,22 @@ def _weights(into: Insertion, shared: Lowering, ring: RingNode, scores: ir.Value
         return into.op("Softmax", into.op("Add", scores, mask), axis=-1)
     # Rows are (head of the group, token): apart, the heads share a mask.
     split = into.op("Reshape", scores, into.ints(ring.batch * ring.groups, ring.heads // ring.groups, -1, capacity))
-    weights = into.op("Softmax", into.op("Add", split, _per_group(into, ring, mask)), axis=-1)
+    weights = into.op("Softmax", into.op("Add", split, mask_per_group(into, ring, mask, capacity)), axis=-1)
     return into.op("Reshape", weights, into.ints(ring.batch, ring.groups, -1, capacity))
 
 
-def _per_group(into: Insertion, ring: RingNode, mask: ir.Value) -> ir.Value:
-    """[B,1,T,C] -> [B*G,1,T,C], and [B,H,T,C] -> [B*G,H/G,T,C]; one mask for one row broadcasts as it is."""
-    groups, capacity = ring.batch * ring.groups, ring.attributes.capacity
+def mask_per_group(into: Insertion, ring: RingNode, mask: ir.Value, columns: int) -> ir.Value:
+    """[B,1,T,C] -> [B*G,1,T,C], and [B,H,T,C] -> [B*G,H/G,T,C]; one mask for one row broadcasts as it is.
+
+    columns: C, or 0 for as many as there are.
+    """
+    groups = ring.batch * ring.groups
     if ring.attributes.alibi_slopes:
-        return into.op("Reshape", mask, into.ints(groups, ring.heads // ring.groups, -1, capacity))
+        return into.op("Reshape", mask, into.ints(groups, ring.heads // ring.groups, -1, columns))
     if ring.batch == 1:
         return mask
     wide = into.op("Expand", mask, into.ints(1, ring.groups, 1, 1))
-    return into.op("Reshape", wide, into.ints(groups, 1, -1, capacity))
+    return into.op("Reshape", wide, into.ints(groups, 1, -1, columns))
 
 
 def _weights_beside_sink_logits(into: Insertion, ring: RingNode, scores: ir.Value, mask: ir.Value) -> ir.Value:

@@ -33,7 +33,7 @@ class LowerToSummedAttention(LowerRingAttention):
         a = ring.attributes
         keys, values = write_rings(into, ring)
         query = into.op("Mul", ring.input(0), float_constant(into, f"f32.scale{a.scale}", a.scale))
-        scores = _scores(into, ring, query, from_cache_type(into, ring, keys))
+        scores = scores_in_sums(into, ring, query, from_cache_type(into, ring, keys), a.capacity)
         if ring.turns_sinks:
             scores = into.op("Add", scores, sink_bias(into, ring, keys))
         if a.softcap:
@@ -43,20 +43,21 @@ class LowerToSummedAttention(LowerRingAttention):
             weights = softmax_beside(into, scores, into.op("Reshape", ring.input(9), into.ints(1, ring.heads, 1, 1)))
         else:
             weights = into.op("Softmax", scores, axis=-1)
-        finish(into, ring, _attended(into, ring, weights, from_cache_type(into, ring, values)), keys, values)
+        attended = attended_in_sums(into, ring, weights, from_cache_type(into, ring, values), a.capacity)
+        finish(into, ring, attended, keys, values)
 
 
-def _scores(into: Insertion, ring: RingNode, query: ir.Value, keys: ir.Value) -> ir.Value:
-    """[B,H,1,D], [B,G,C,D] -> [B,H,1,C]."""
+def scores_in_sums(into: Insertion, ring: RingNode, query: ir.Value, keys: ir.Value, columns: int) -> ir.Value:
+    """[B,H,1,D], [B,G,C,D] -> [B,H,1,C]. columns: how many keys C are."""
     queries = into.op("Reshape", query, into.ints(ring.batch, ring.groups, -1, 1, ring.head_size))
     products = into.op("Mul", into.op("Unsqueeze", keys, into.ints(2)), queries)
     scores = into.op("ReduceSum", products, into.ints(-1), keepdims=0)
-    return into.op("Reshape", scores, into.ints(ring.batch, ring.heads, 1, ring.attributes.capacity))
+    return into.op("Reshape", scores, into.ints(ring.batch, ring.heads, 1, columns))
 
 
-def _attended(into: Insertion, ring: RingNode, weights: ir.Value, values: ir.Value) -> ir.Value:
-    """[B,H,1,C], [B,G,C,D] -> [B,H,1,D]."""
-    shares = into.op("Reshape", weights, into.ints(ring.batch, ring.groups, -1, ring.attributes.capacity, 1))
+def attended_in_sums(into: Insertion, ring: RingNode, weights: ir.Value, values: ir.Value, columns: int) -> ir.Value:
+    """[B,H,1,C], [B,G,C,D] -> [B,H,1,D]. columns: how many values C are."""
+    shares = into.op("Reshape", weights, into.ints(ring.batch, ring.groups, -1, columns, 1))
     products = into.op("Mul", shares, into.op("Unsqueeze", values, into.ints(2)))
     attended = into.op("ReduceSum", products, into.ints(3), keepdims=0)
     return into.op("Reshape", attended, into.ints(ring.batch, ring.heads, 1, ring.head_size))

@@ -8,7 +8,19 @@ import numpy as np
 import onnx_ir as ir
 from sinkring.exporter.node import DOMAIN, OP_TYPE, RingAttentionAttributes
 from sinkring.exporter.passes.insertion import Insertion, replace_value
-from sinkring.exporter.passes.ring_mask import Queries, write_additive, write_alibi, write_queries, write_validity
+from sinkring.exporter.passes.ring_mask import (
+    NewRows,
+    Queries,
+    write_additive,
+    write_alibi,
+    write_kept,
+    write_new_alibi,
+    write_new_rows,
+    write_new_validity,
+    write_queries,
+    write_validity,
+)
+from sinkring.runtime.manifest import rows_name
 
 Made = TypeVar("Made")
 
@@ -110,12 +122,55 @@ class Lowering:
         key = ("alibi", a.policy, a.alibi_slopes)
         return self._once(key, ring, lambda: write_alibi(into, a, self._queries(into, ring), plain))
 
-    def _queries(self, into: Insertion, ring: RingNode) -> Queries:
-        def write() -> Queries:
-            tokens = into.op("Squeeze", into.op("Shape", ring.input(0), start=2, end=3)) if ring.tokens is None else ring.tokens
-            return write_queries(into, ring.attributes, ring.input(5), ring.input(6), tokens)
+    def additive_before(self, into: Insertion, ring: RingNode) -> ir.Value:
+        """As `additive`, for a ring that the new rows are not in yet: what they will replace is masked."""
+        a = ring.attributes
 
-        return self._once("queries", ring, write)
+        def write() -> ir.Value:
+            kept = write_kept(into, a, ring.input(6), self._tokens(into, ring))
+            return write_additive(into, into.op("And", self.validity(into, ring), kept))
+
+        plain = self._once("additive before", ring, write)
+        if not a.alibi_slopes:
+            return plain
+        key = ("alibi before", a.policy, a.alibi_slopes)
+        return self._once(key, ring, lambda: write_alibi(into, a, self._queries(into, ring), plain))
+
+    def additive_new(self, into: Insertion, ring: RingNode) -> ir.Value:
+        """float32 [B or 1,1,T,T] for the new rows beside such a ring, or [B,H,T,T] with the slopes of ALiBi in it."""
+        a = ring.attributes
+        new = self.new_rows(into, ring)
+        plain = self._once("additive new", ring, lambda: write_additive(into, write_new_validity(into, a, new)))
+        if not a.alibi_slopes:
+            return plain
+        key = ("alibi new", a.policy, a.alibi_slopes)
+        return self._once(key, ring, lambda: write_new_alibi(into, a, self._queries(into, ring), new, plain))
+
+    def additive_with_new(self, into: Insertion, ring: RingNode) -> ir.Value:
+        """float32 [B,1 or H,T,C+T]: both side by side."""
+        slopes = ring.attributes.alibi_slopes
+
+        def write() -> ir.Value:
+            before, new = self.additive_before(into, ring), self.additive_new(into, ring)
+            if ring.batch > 1:
+                new = into.op("Expand", new, into.ints(ring.batch, 1, 1, 1))
+            return into.op("Concat", before, new, axis=3)
+
+        return self._once(("additive with new", ring.attributes.policy if slopes else "", slopes), ring, write)
+
+    def new_rows(self, into: Insertion, ring: RingNode) -> NewRows:
+        return self._once("new rows", ring, lambda: write_new_rows(into, ring.attributes, ring.input(5), self._tokens(into, ring)))
+
+    def _queries(self, into: Insertion, ring: RingNode) -> Queries:
+        return self._once(
+            "queries", ring, lambda: write_queries(into, ring.attributes, ring.input(5), ring.input(6), self._tokens(into, ring))
+        )
+
+    def _tokens(self, into: Insertion, ring: RingNode) -> ir.Value | int:
+        """T, a number or an int64 scalar value."""
+        if ring.tokens is not None:
+            return ring.tokens
+        return self._once("tokens", ring, lambda: into.op("Squeeze", into.op("Shape", ring.input(0), start=2, end=3)))
 
     def _once(self, what: Hashable, ring: RingNode, write: Callable[[], Made]) -> Made:
         a = ring.attributes
@@ -163,6 +218,18 @@ def write_rings(into: Insertion, ring: RingNode) -> tuple[ir.Value, ir.Value]:
         value.shape, value.type = ring.input(old).shape, ring.input(old).type
         updated.append(value)
     return updated[0], updated[1]
+
+
+def new_rows(into: Insertion, ring: RingNode) -> tuple[ir.Value, ir.Value]:
+    """The new key and value rows [B,G,T,D] as a ring will hold them, for the runtime to write: each an output, and no ring touched."""
+    rows = []
+    for new, old in ((1, 3), (2, 4)):
+        value, narrow = ring.input(new), ring.cache_type != ring.float_type
+        # An output has a name of its own, whatever else the value is used for.
+        row = into.op("Cast", value, to=ring.cache_type) if narrow else into.op("Identity", value)
+        row.shape, row.type = value.shape, ring.input(old).type
+        rows.append(row)
+    return rows[0], rows[1]
 
 
 def from_cache_type(into: Insertion, ring: RingNode, value: ir.Value) -> ir.Value:
@@ -214,6 +281,18 @@ def softmax_beside(into: Insertion, scores: ir.Value, logit: ir.Value) -> ir.Val
 def fold_groups(into: Insertion, ring: RingNode, value: ir.Value) -> ir.Value:
     """[B,H,T,D] -> [B,G,(H/G)*T,D]: the query heads that share a KV head become rows of one matrix."""
     return into.op("Reshape", value, into.ints(ring.batch, ring.groups, -1, ring.head_size))
+
+
+def finish_with_rows(into: Insertion, ring: RingNode, attended: ir.Value, rows: tuple[ir.Value, ir.Value]) -> None:
+    """Put the new nodes in the old one's place; the outputs for the updated rings become those for their new rows."""
+    into.commit()
+    replace_value(ring.node.outputs[0], attended)
+    for old, new, cache in zip(ring.node.outputs[1:], rows, (ring.input(3), ring.input(4)), strict=True):
+        shape, kind = new.shape, new.type
+        old.name = None
+        replace_value(old, new)
+        new.name, new.shape, new.type = rows_name(str(cache.name)), shape, kind
+    into.graph.remove(ring.node, safe=True)
 
 
 def finish(into: Insertion, ring: RingNode, attended: ir.Value, keys: ir.Value, values: ir.Value) -> None:

@@ -4,6 +4,10 @@ For the query at position q, stored in slot w:   age(j) = (w - j) mod M
     valid(j) = j <= q                            if j < S
                age(j) < W and age(j) <= q - S    otherwise
 Ages past q - S are slots that the stream has not reached yet; while q < S no ring slot is valid, whatever its age comes out as.
+
+All of that speaks of the ring after the write of the call's T new rows. A graph that reads the ring as it was before takes the slots
+w .. w+T-1 that the write will replace out of the mask, and attends to the new rows beside it: row u is valid for the query of row t if
+    u <= t and (t - u < W or position + u < S)
 """
 
 import hashlib
@@ -38,8 +42,7 @@ def write_queries(
         if isinstance(tokens, int) and tokens == 1:
             return column
         zero, one = into.constant("i64.zero", np.array(0, np.int64)), into.constant("i64.one", np.array(1, np.int64))
-        count = into.constant(f"i64.tokens{tokens}", np.array(tokens, np.int64)) if isinstance(tokens, int) else tokens
-        offsets = into.op("Range", zero, count, one)
+        offsets = into.op("Range", zero, _count(into, tokens), one)
         return into.op("Add", column, into.op("Unsqueeze", offsets, into.ints(0, 1, 3)))
 
     q, w = per_query(position), per_query(write_index)
@@ -78,16 +81,77 @@ def write_alibi(into: Insertion, a: RingAttentionAttributes, queries: Queries, a
     """float32 [B,H,T,C]: the additive mask [B,1,T,C] less slope * distance. Distances are int64 until they are differences of positions."""
     distance = queries.age
     if a.sinks:
-        nearest = queries.position
-        if a.policy == "streaming":
-            nearest = into.op("Min", nearest, into.constant(f"{_key(a)}.clamp", np.array(a.sinks + a.window - 1, np.int64)))
         slots = np.arange(a.capacity, dtype=np.int64)[None, None, None]
-        to_sink = into.op("Sub", nearest, into.constant(f"{_key(a)}.j", slots))
+        to_sink = into.op("Sub", _nearest(into, a, queries), into.constant(f"{_key(a)}.j", slots))
         distance = into.op("Where", into.constant(f"{_key(a)}.is_sink", slots < a.sinks), to_sink, distance)
+    return _less_slopes(into, a, distance, additive)
+
+
+def write_kept(into: Insertion, a: RingAttentionAttributes, write_index: ir.Value, tokens: ir.Value | int) -> ir.Value:
+    """bool [B,1,1,C]: the slots that a write of T rows from `write_index` on leaves as they are."""
+    first = into.op("Unsqueeze", write_index, into.ints(1, 2, 3))
+    slots = into.constant(f"{_key(a)}.j", np.arange(a.capacity, dtype=np.int64)[None, None, None])
+    if isinstance(tokens, int) and tokens == 1:
+        return into.op("Not", into.op("Equal", slots, first))
+    behind = into.op("GreaterOrEqual", slots, into.op("Add", first, _count(into, tokens)))
+    return into.op("Or", into.op("Less", slots, first), behind)
+
+
+@dataclass(frozen=True)
+class NewRows:
+    """Of the new rows of one call, as its queries see them.
+
+    back: int64 [1,1,T,T], how many tokens before a query each row comes, below 0 for those behind it. position: int64 [B,1,1,T] of each
+    row. sink: bool [B,1,1,T], whether it is a sink, None without sinks.
+    """
+
+    back: ir.Value
+    position: ir.Value
+    sink: ir.Value | None
+
+
+def write_new_rows(into: Insertion, a: RingAttentionAttributes, position: ir.Value, tokens: ir.Value | int) -> NewRows:
+    zero, one = into.constant("i64.zero", np.array(0, np.int64)), into.constant("i64.one", np.array(1, np.int64))
+    rows = into.op("Range", zero, _count(into, tokens), one)
+    back = into.op("Sub", into.op("Unsqueeze", rows, into.ints(0, 1, 3)), into.op("Unsqueeze", rows, into.ints(0, 1, 2)))
+    positions = into.op("Add", into.op("Unsqueeze", position, into.ints(1, 2, 3)), into.op("Unsqueeze", rows, into.ints(0, 1, 2)))
+    sink = into.op("Less", positions, into.constant(f"{_key(a)}.sinks", np.array(a.sinks, np.int64))) if a.sinks else None
+    return NewRows(back, positions, sink)
+
+
+def write_new_validity(into: Insertion, a: RingAttentionAttributes, new: NewRows) -> ir.Value:
+    """bool [B,1,T,T], or [1,1,T,T] without sinks: may the query of row t attend to the new row u."""
+    near = into.op("Less", new.back, into.constant(f"{_key(a)}.new_window", np.array(a.window, np.int64)))
+    if new.sink is not None:
+        near = into.op("Or", near, new.sink)
+    return into.op("And", into.op("GreaterOrEqual", new.back, into.constant("i64.zero", np.array(0, np.int64))), near)
+
+
+def write_new_alibi(into: Insertion, a: RingAttentionAttributes, queries: Queries, new: NewRows, additive: ir.Value) -> ir.Value:
+    """float32 [B,H,T,T]: the additive mask of the new rows less slope * distance."""
+    distance = new.back
+    if new.sink is not None and a.policy == "streaming":
+        distance = into.op("Where", new.sink, into.op("Sub", _nearest(into, a, queries), new.position), distance)
+    return _less_slopes(into, a, distance, additive)
+
+
+def _nearest(into: Insertion, a: RingAttentionAttributes, queries: Queries) -> ir.Value:
+    """int64 [B,1,T,1]: the position that a query has for the sinks."""
+    if a.policy != "streaming":
+        return queries.position
+    return into.op("Min", queries.position, into.constant(f"{_key(a)}.clamp", np.array(a.sinks + a.window - 1, np.int64)))
+
+
+def _less_slopes(into: Insertion, a: RingAttentionAttributes, distance: ir.Value, additive: ir.Value) -> ir.Value:
     steps = -np.array(a.alibi_slopes, np.float32)[None, :, None, None]
     name = f"alibi.{hashlib.sha256(steps.tobytes()).hexdigest()[:12]}"
     bias = into.op("Mul", into.op("Cast", distance, to=ir.DataType.FLOAT), into.constant(name, steps))
     return into.op("Add", bias, additive)
+
+
+def _count(into: Insertion, tokens: ir.Value | int) -> ir.Value:
+    """T as an int64 scalar value."""
+    return into.constant(f"i64.tokens{tokens}", np.array(tokens, np.int64)) if isinstance(tokens, int) else tokens
 
 
 def _key(a: RingAttentionAttributes) -> str:

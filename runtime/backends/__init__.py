@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from sinkring.runtime.errors import UnsupportedError
-from sinkring.runtime.manifest import Manifest
+from sinkring.runtime.manifest import PORTABLE_TARGET, Manifest
 
 
 class Backend(Protocol):
@@ -79,8 +79,8 @@ def open_backend(name: str, bundle: Path, manifest: Manifest, target: str | None
         from sinkring.runtime.backends.onnxruntime import OnnxRuntimeBackend
 
         return OnnxRuntimeBackend(bundle, manifest, target or proving_target(manifest), **options)
-    if name in ("tensorrt", "tensorrt-rtx"):
+    if name in ("tensorrt", "tensorrt-rtx", PORTABLE_TARGET):
         from sinkring.runtime.backends.tensorrt import open_tensorrt
 
         return open_tensorrt(bundle, manifest, name, target or name, **options)
-    raise UnsupportedError(f"backend {name!r} is not known; use onnxruntime, tensorrt or tensorrt-rtx")
+    raise UnsupportedError(f"backend {name!r} is not known; use onnxruntime, tensorrt, tensorrt-rtx or {PORTABLE_TARGET}")

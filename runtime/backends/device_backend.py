@@ -3,6 +3,7 @@
 All memory is allocated at opening: state, inputs, outputs, and the scratch that both programs share, since they run one after the other.
 Each cache is bound as input and as output at the one address, and the prefill program to one row's slice of it. A decode step is one
 captured CUDA graph where the program can be captured: inputs from pinned host memory, the program, logits to pinned host memory.
+A program that only reads the caches has its new rows copied into them behind it (see device_rows).
 """
 
 from collections.abc import Callable, Sequence
@@ -12,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 from sinkring.runtime.backends.cuda import Device, aligned
 from sinkring.runtime.backends.device_inputs import DeviceInputs
+from sinkring.runtime.backends.device_rows import DeviceRows
 from sinkring.runtime.backends.device_states import DeviceStates
 from sinkring.runtime.backends.token_loop import TokenLoop
 from sinkring.runtime.contract import NEXT_TOKEN
 from sinkring.runtime.device_sampling import GREEDY, SAMPLING_INPUTS
 from sinkring.runtime.errors import BundleError, InputError
-from sinkring.runtime.manifest import Manifest, Ring, Role
+from sinkring.runtime.manifest import Manifest, Ring, Role, Update
 
 
 class Program(Protocol):
@@ -26,6 +28,7 @@ class Program(Protocol):
     path: str
     scratch_bytes: int
     most_top_k: int  # as a Backend's; above 0 it has the output `next_token`, above 1 the inputs of device_sampling as well
+    update: Update  # how the caches get their new rows
 
     def use_scratch(self, address: int, size_bytes: int) -> None: ...
 
@@ -68,14 +71,19 @@ class DeviceBackend:
     def decode(self, idle: Sequence[int] = ()) -> None:
         for ring, index in zip(self._manifest.rings, self.write_index, strict=True):
             _check_room(ring, index, 1)
-        if idle:
-            self._states.keep(idle, self.write_index)
+        kept = idle if self._decode_rows is None else ()
+        if kept:
+            self._states.keep(kept, self.write_index)
         if self._graph is None:
             self._step()
         else:
             self._device.launch(self._graph)
-        if idle:
-            self._states.put_back(idle, self.write_index)
+        if kept:
+            self._states.put_back(kept, self.write_index)
+        if self._decode_rows is not None:
+            for row in range(self._manifest.batch):
+                if row not in idle:
+                    self._decode_rows.write_step(row, [int(index[row]) for index in self.write_index])
         self._device.synchronize()
 
     def extend(self, inputs: dict[str, NDArray[np.int64]], idle: Sequence[int] = ()) -> NDArray[np.int64]:
@@ -114,6 +122,8 @@ class DeviceBackend:
         self._prefill.set_shape("rows", (wanted,))
         inputs.upload()
         self._prefill.enqueue()
+        if self._prefill_rows is not None:
+            self._prefill_rows.write_chunk(row, count, write_index)
         self._device.copy_out(self._chunk_logits[:wanted], self._logits_address)
         self._device.synchronize()
         return self._chunk_logits[:wanted]
@@ -167,14 +177,28 @@ class DeviceBackend:
             for name, address in inputs.addresses.items():
                 program.bind(name, address)
             program.bind("logits", self._logits_address)
-        for state in manifest.states:
-            for name in (state.name, state.updated):
-                self._decode.bind(name, self._states.row_address(state, 0))
+        self._decode_rows = self._rows_of(self._decode, batch, 1)
+        self._prefill_rows = self._rows_of(self._prefill, 1, chunk)
+        self._bind_states(self._decode, 0)
         picked = device.allocate(8 * batch, "next_token") if self._decode.most_top_k else None
         if picked is not None:
             self._decode.bind(NEXT_TOKEN, picked)
         self._bound_row: int | None = None
         self._warm_up(capture, picked)
+
+    def _rows_of(self, program: Program, rows: int, tokens: int) -> DeviceRows | None:
+        """Where a program that only reads the caches puts its new rows."""
+        if program.update == "in_place":
+            return None
+        new = DeviceRows(self._device, self._states, rows, tokens)
+        for name, address in new.addresses.items():
+            program.bind(name, address)
+        return new
+
+    def _bind_states(self, program: Program, row: int) -> None:
+        for state in self._manifest.states:
+            for name in (state.name, state.updated) if program.update == "in_place" else (state.name,):
+                program.bind(name, self._states.row_address(state, row))
 
     def _warm_up(self, capture: bool, picked: int | None) -> None:
         """Run everything once, then capture a step: a program allocates in its first run, which a capture does not allow."""
@@ -190,8 +214,9 @@ class DeviceBackend:
             if not self._decode.capturable():
                 raise BundleError(f"{self._decode.path}: cannot be captured as a CUDA graph; build it again, or open with cuda_graph=False")
             self._graph = self._device.capture(self._step)
-            # What it picks is a token id, which graphs that take embedded rows can't be fed.
-            if picked is not None and self._manifest.embedding is None:
+            # What it picks is a token id, which graphs that take embedded rows can't be fed. A captured step would write its new rows to
+            # one slot for ever.
+            if picked is not None and self._manifest.embedding is None and self._decode_rows is None:
                 self.most_top_k = self._decode.most_top_k
                 self._loop = TokenLoop(self._device, self._decode, self._decode_inputs, picked)
         # The warm-up wrote to the caches.
@@ -207,9 +232,7 @@ class DeviceBackend:
         if row == self._bound_row:
             return
         self._bound_row = None
-        for state in self._manifest.states:
-            for name in (state.name, state.updated):
-                self._prefill.bind(name, self._states.row_address(state, row))
+        self._bind_states(self._prefill, row)
         self._bound_row = row
 
 

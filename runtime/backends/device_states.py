@@ -18,7 +18,7 @@ from sinkring.runtime.manifest import DTYPE_BYTES, Manifest, StateTensor
 
 
 @dataclass(frozen=True)
-class _Block:
+class CacheBlock:
     """States of one ring, shape [B,G,C,D] and dtype. line_bytes: one head of one row, C slots; a tensor takes `lines` of them."""
 
     states: tuple[StateTensor, ...]
@@ -50,20 +50,20 @@ class _Block:
 
 
 class DeviceStates:
-    """All state tensors, allocated and at their initial value once `reset_row` was called for each row.
+    """All state tensors, allocated and at their initial value once `reset_row` was called for each row. blocks: where they lie.
 
     Raises UnsupportedError for a state that is no cache of zeros, or whose rows do not lie where TensorRT takes an address.
     """
 
     def __init__(self, device: Device, manifest: Manifest) -> None:
         self._device, self._manifest = device, manifest
-        self._blocks = [self._allocate(states) for states in _alike(manifest)]
+        self.blocks = [self._allocate(states) for states in _alike(manifest)]
         self._addresses = {
             state.name: block.address + index * block.lines * block.line_bytes
-            for block in self._blocks
+            for block in self.blocks
             for index, state in enumerate(block.states)
         }
-        self._row_bytes = {state.name: block.row_bytes for block in self._blocks for state in block.states}
+        self._row_bytes = {state.name: block.row_bytes for block in self.blocks for state in block.states}
         # One for all states: those of a large model would pin gigabytes.
         self._staging = device.pinned((max(self._row_bytes.values()),), np.uint8)
 
@@ -108,7 +108,7 @@ class DeviceStates:
         return self._staging[: self._row_bytes[state.name]].view(host_dtype(state.dtype)).reshape(1, *state.shape[1:])
 
     def _move(self, rows: Sequence[int], write_index: tuple[NDArray[np.int64], ...], back: bool) -> None:
-        for block in self._blocks:
+        for block in self.blocks:
             ring = block.states[0].ring
             assert ring is not None
             extent = (block.slot_bytes, block.heads, len(block.states))
@@ -118,10 +118,10 @@ class DeviceStates:
                 kept = (block.kept + row * block.kept_bytes, block.slot_bytes, block.heads)
                 self._device.copy_boxes(*(cache if back else kept), *(kept if back else cache), extent)
 
-    def _allocate(self, states: tuple[StateTensor, ...]) -> _Block:
+    def _allocate(self, states: tuple[StateTensor, ...]) -> CacheBlock:
         state = states[0]
         batch, heads = state.shape[0], state.shape[1]
-        block = _Block(states, 0, 0, 0)
+        block = CacheBlock(states, 0, 0, 0)
         if batch > 1 and block.row_bytes % ALIGNMENT_BYTES:
             raise UnsupportedError(
                 f"{state.name}: a row has {block.row_bytes} bytes, and TensorRT takes addresses that are multiples of {ALIGNMENT_BYTES}; "
@@ -132,7 +132,7 @@ class DeviceStates:
         lines += -lines % step
         what = f"{len(states)} caches of {state.dtype} {list(state.shape)}"
         address = self._device.allocate(len(states) * lines * block.line_bytes, what)
-        return _Block(states, address, self._device.allocate(batch * block.kept_bytes, "one slot of each cache"), lines)
+        return CacheBlock(states, address, self._device.allocate(batch * block.kept_bytes, "one slot of each cache"), lines)
 
 
 def _alike(manifest: Manifest) -> list[tuple[StateTensor, ...]]:

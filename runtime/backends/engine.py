@@ -13,20 +13,32 @@ from sinkring.runtime.backends.cuda import Device
 from sinkring.runtime.contract import NEXT_TOKEN, check_contract, check_tensors, expected_tensors
 from sinkring.runtime.device_sampling import DRAW, SAMPLING_INPUTS
 from sinkring.runtime.errors import BundleError, DependencyError, DeviceError
-from sinkring.runtime.manifest import Engine, Manifest, Role
+from sinkring.runtime.manifest import PORTABLE_TARGET, Engine, Manifest, Role, Update
 
 # backend and target -> its Python module; the extra of sinkring has the backend's name.
-MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+MODULES = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx", PORTABLE_TARGET: "tensorrt"}
+# The one version that a target is for, where it is for one: JetPack 6's.
+VERSIONS = {PORTABLE_TARGET: "10.3"}
 DTYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "INT32": "int32"}
 
 
 def load_tensorrt(target: str) -> ModuleType:
-    """The Python module of `target`. Raises DependencyError when it is not installed or its libraries do not load."""
-    module = MODULES[target]
+    """The Python module of `target`.
+
+    Raises DependencyError when it is not installed, its libraries do not load, or it is of another version than the target's.
+    """
+    module, wanted = MODULES[target], VERSIONS.get(target)
+    how = f"pip install 'sinkring[{target}]'" if wanted is None else f"TensorRT {wanted} comes with JetPack 6"
     try:
-        return import_module(module)
+        loaded = import_module(module)
     except ImportError as error:
-        raise DependencyError(f"{target!r} needs the Python package {module} ({error}): pip install 'sinkring[{target}]'") from None
+        raise DependencyError(f"{target!r} needs the Python package {module} ({error}): {how}") from None
+    if wanted is not None and loaded.__version__.split(".")[:2] != wanted.split("."):
+        raise DependencyError(
+            f"{target!r} is for TensorRT {wanted}, and {module} is {loaded.__version__} here; use TensorRT {wanted} ({how}), or target "
+            "tensorrt, which takes graphs of its own as well as these"
+        )
+    return loaded
 
 
 class LoadedEngine:
@@ -38,6 +50,7 @@ class LoadedEngine:
 
     def __init__(self, trt: ModuleType, device: Device, bundle: Path, manifest: Manifest, role: Role, target: str) -> None:
         self._device = device
+        self.update = manifest.graph(role, target).update
         found = find_engine(manifest, role, target, device.sm, trt.__version__, device.name)
         self.path = found.path
         self._log = make_log(trt)
@@ -50,8 +63,8 @@ class LoadedEngine:
             )
         said = _read_report(bundle / found.report)
         self.most_top_k: int = said.get("sample_top_k") or int(NEXT_TOKEN in _names(self.engine))
-        check_contract(found.path, said["contract"], manifest)
-        _check_signature(self.engine, trt, found.path, manifest, role)
+        check_contract(found.path, said["contract"], manifest, self.update)
+        _check_signature(self.engine, trt, found.path, manifest, role, self.update)
         self.scratch_bytes = int(self.engine.device_memory_size_v2)
         self.context = self.engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if self.context is None:
@@ -107,21 +120,21 @@ def find_engine(manifest: Manifest, role: Role, target: str, sm: int, version: s
     return engine
 
 
-def _check_signature(engine: Any, trt: ModuleType, where: str, manifest: Manifest, role: Role) -> None:
+def _check_signature(engine: Any, trt: ModuleType, where: str, manifest: Manifest, role: Role, update: Update) -> None:
     modes = {name: engine.get_tensor_mode(name) for name in _names(engine)}
     for name in modes:
         if engine.get_tensor_location(name) != trt.TensorLocation.DEVICE:
             raise BundleError(
                 f"{where}: {name!r} is read on the host, and all tensors are bound in device memory; export and build it again"
             )
-    inputs, outputs = expected_tensors(manifest, role)
+    inputs, outputs = expected_tensors(manifest, role, update)
     if DRAW in modes:
         inputs |= dict.fromkeys(SAMPLING_INPUTS, ("int64", (manifest.batch,)))
     if NEXT_TOKEN in modes:
         outputs[NEXT_TOKEN] = ("int64", (manifest.batch, 1))
     for side, mode, expected in (("input", trt.TensorIOMode.INPUT, inputs), ("output", trt.TensorIOMode.OUTPUT, outputs)):
         check_tensors(where, "engine", side, {name: _tensor(engine, name) for name, its in modes.items() if its == mode}, expected)
-    for state in manifest.states:
+    for state in manifest.states if update == "in_place" else ():
         alias = engine.get_aliased_input_tensor(state.updated)
         if alias != state.name:
             found = f"updated in {alias!r}" if alias else "a tensor of its own"

@@ -2,7 +2,7 @@
 
 Each ring is bound as graph input and as graph output at the same address, so TensorScatter writes into it and copies nothing. The prefill
 session is bound to one row's slice of the same memory. With one row it decodes as well, with T = 1: its kernels' packed weights are the
-only copy in memory then.
+only copy in memory then. Of graphs that give out new rows in its place, see host_rows.
 """
 
 import json
@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sinkring.runtime.backends.host_rows import HostRows
 from sinkring.runtime.bfloat16 import element_type, to_host
 from sinkring.runtime.contract import Tensors, check_contract, check_tensors, expected_tensors
 from sinkring.runtime.errors import BundleError, DependencyError, InputError
-from sinkring.runtime.manifest import CONTRACT_KEY, Graph, Manifest, Role, StateTensor
+from sinkring.runtime.manifest import CONTRACT_KEY, Graph, Manifest, StateTensor
 
 try:
     import onnxruntime as ort
@@ -75,13 +76,16 @@ class OnnxRuntimeBackend:
         self._prefill = _session(bundle, manifest, prefill, threads, packed=shared or in_blocks)
         several = manifest.batch > 1
         self._decode = self._prefill if shared else _session(bundle, manifest, decode, threads, packed=several or in_blocks)
-        self._decode_rows = np.zeros(1, np.int64) if shared else None
+        self._decode_last = np.zeros(1, np.int64) if shared else None
         batch, vocab = manifest.batch, manifest.model.vocab_size
         self.input = np.zeros((batch, 1, *manifest.input_row), manifest.input_dtype)
         self.position = np.zeros(batch, np.int64)
         self.write_index = tuple(np.zeros(batch, np.int64) for _ in manifest.rings)
         self.logits = np.zeros((batch, 1, vocab), np.float32)
         self._states = {state.name: np.full(state.shape, to_host(state.initial, state.dtype)) for state in manifest.states}
+        # Of graphs that only read the rings; one bundle may have one form for decode and another for prefill.
+        self._decode_rows = HostRows(manifest, self._states, batch, 1) if (prefill if shared else decode).update == "rows" else None
+        self._prefill_rows = HostRows(manifest, self._states, 1, manifest.chunk) if prefill.update == "rows" else None
         self._chunk_input = np.zeros((manifest.chunk, *manifest.input_row), manifest.input_dtype)
         self._chunk_rows = np.zeros(manifest.chunk, np.int64)
         self._chunk_position = np.zeros(1, np.int64)
@@ -91,6 +95,10 @@ class OnnxRuntimeBackend:
         self._prefill_bindings = [self._bind_prefill(row) for row in range(batch)]
 
     def decode(self, idle: Sequence[int] = ()) -> None:
+        if self._decode_rows is not None:
+            self._decode.run_with_iobinding(self._decode_binding)
+            self._decode_rows.write_step(self.write_index, idle)
+            return
         if not idle:
             self._decode.run_with_iobinding(self._decode_binding)
             return
@@ -123,7 +131,13 @@ class OnnxRuntimeBackend:
         _bind_input(binding, self._manifest.input_name, self._chunk_input, (1, count, *self._manifest.input_row))
         _bind_input(binding, "rows", self._chunk_rows, (wanted,))
         _bind_output(binding, "logits", self._chunk_logits, (1, wanted, self._chunk_logits.shape[1]))
+        if self._prefill_rows is None:
+            self._prefill.run_with_iobinding(binding)
+            return self._chunk_logits[:wanted]
+        for name, array in self._prefill_rows.of_chunk(count).items():
+            _bind_output(binding, name, array)
         self._prefill.run_with_iobinding(binding)
+        self._prefill_rows.write_chunk(row, count, write_index)
         return self._chunk_logits[:wanted]
 
     def read_row(self, row: int) -> dict[str, np.ndarray]:
@@ -153,13 +167,15 @@ class OnnxRuntimeBackend:
         binding = self._decode.io_binding()
         _bind_input(binding, self._manifest.input_name, self.input)
         _bind_input(binding, "position", self.position)
-        if self._decode_rows is not None:
-            _bind_input(binding, "rows", self._decode_rows)
+        if self._decode_last is not None:
+            _bind_input(binding, "rows", self._decode_last)
         for ring, index in zip(self._manifest.rings, self.write_index, strict=True):
             _bind_input(binding, ring.write_index, index)
         _bind_output(binding, "logits", self.logits)
         for state in self._manifest.states:
-            _bind_state(binding, state, self._states[state.name])
+            _bind_state(binding, state, self._states[state.name], self._decode_rows is None)
+        for name, array in self._decode_rows.of_chunk(1).items() if self._decode_rows is not None else ():
+            _bind_output(binding, name, array)
         return binding
 
     def _bind_prefill(self, row: int) -> Any:
@@ -171,7 +187,7 @@ class OnnxRuntimeBackend:
             view = self._row(state, row)
             # A row is bound by its address, so its bytes must lie in one piece.
             assert view.flags.c_contiguous, f"{state.name}: the batch axis must be the first"
-            _bind_state(binding, state, view)
+            _bind_state(binding, state, view, self._prefill_rows is None)
         return binding
 
 
@@ -190,7 +206,7 @@ def _session(bundle: Path, manifest: Manifest, graph: Graph, threads: int | None
     if graph.role == "prefill":
         # A pattern is kept for each shape that was ever seen, and T varies.
         options.enable_mem_pattern = False
-    return open_session(bundle, manifest, graph.role, graph.cpu_path, options, ["CPUExecutionProvider"])
+    return open_session(bundle, manifest, graph, graph.cpu_path, options, ["CPUExecutionProvider"])
 
 
 def set_common_options(options: Any) -> None:
@@ -202,7 +218,7 @@ def set_common_options(options: Any) -> None:
     options.add_session_config_entry("session.disable_quant_qdq", "1")
 
 
-def open_session(bundle: Path, manifest: Manifest, role: Role, path: str, options: Any, providers: list[Any]) -> Any:
+def open_session(bundle: Path, manifest: Manifest, graph: Graph, path: str, options: Any, providers: list[Any]) -> Any:
     """An InferenceSession of the file of a graph that is what the manifest says. Raises BundleError."""
     set_common_options(options)
     where = str(bundle / path)
@@ -212,10 +228,10 @@ def open_session(bundle: Path, manifest: Manifest, role: Role, path: str, option
         raise BundleError(
             f"{where}: onnxruntime {ort.__version__} cannot load it ({' '.join(str(error).split())}); export again"
         ) from error
-    inputs, outputs = expected_tensors(manifest, role)
+    inputs, outputs = expected_tensors(manifest, graph.role, graph.update)
     check_tensors(where, "graph", "input", _tensors(session.get_inputs()), inputs)
     check_tensors(where, "graph", "output", _tensors(session.get_outputs()), outputs)
-    check_contract(where, json.loads(session.get_modelmeta().custom_metadata_map.get(CONTRACT_KEY, "{}")), manifest)
+    check_contract(where, json.loads(session.get_modelmeta().custom_metadata_map.get(CONTRACT_KEY, "{}")), manifest, graph.update)
     return session
 
 
@@ -227,11 +243,12 @@ def _tensors(nodes: Any) -> Tensors:
     }
 
 
-def _bind_state(binding: Any, state: StateTensor, array: np.ndarray) -> None:
-    """As input and as output at its one address, which makes the write in place."""
+def _bind_state(binding: Any, state: StateTensor, array: np.ndarray, in_place: bool) -> None:
+    """As input and as output at its one address, which makes the write in place; as input alone for a graph that only reads it."""
     kind = element_type(state.dtype)
     binding.bind_input(state.name, DEVICE, 0, kind, array.shape, array.ctypes.data)
-    binding.bind_output(state.updated, DEVICE, 0, kind, array.shape, array.ctypes.data)
+    if in_place:
+        binding.bind_output(state.updated, DEVICE, 0, kind, array.shape, array.ctypes.data)
 
 
 def _bind_input(binding: Any, name: str, array: np.ndarray, shape: tuple[int, ...] | None = None) -> None:

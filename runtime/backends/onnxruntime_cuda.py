@@ -57,7 +57,7 @@ class CudaSession:
     most_top_k = 0
 
     def __init__(self, bundle: Path, manifest: Manifest, graph: Graph, device: Device, cuda_graph: bool) -> None:
-        self.path = graph.path
+        self.path, self.update = graph.path, graph.update
         provider = {
             "device_id": "0",
             "user_compute_stream": str(device.stream),
@@ -70,14 +70,14 @@ class CudaSession:
         if graph.role == "prefill":
             # A pattern is kept for each shape that was ever seen, and T varies.
             options.enable_mem_pattern = False
-        self._session = open_session(bundle, manifest, graph.role, graph.path, options, [(PROVIDER, provider), "CPUExecutionProvider"])
+        self._session = open_session(bundle, manifest, graph, graph.path, options, [(PROVIDER, provider), "CPUExecutionProvider"])
         if PROVIDER not in self._session.get_providers():
             raise DependencyError(
                 f"{graph.path}: onnxruntime {ort.__version__} could not load {PROVIDER}, its libraries of CUDA and cuDNN are missing or of "
                 "another version; see https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html"
             )
         warn_of_cpu_nodes(graph.path, self._session.get_provider_graph_assignment_info())
-        inputs, outputs = expected_tensors(manifest, graph.role)
+        inputs, outputs = expected_tensors(manifest, graph.role, graph.update)
         self._types = {name: element_type(dtype) for name, (dtype, _) in {**inputs, **outputs}.items()}
         self._inputs = {node.name: tuple(node.shape) for node in self._session.get_inputs()}
         self._outputs = {node.name: tuple(node.shape) for node in self._session.get_outputs()}

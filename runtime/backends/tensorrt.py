@@ -7,11 +7,11 @@ from sinkring.runtime.backends.cuda import Device
 from sinkring.runtime.backends.device_backend import DeviceBackend
 from sinkring.runtime.backends.engine import LoadedEngine, load_tensorrt
 from sinkring.runtime.errors import InputError
-from sinkring.runtime.manifest import Manifest
+from sinkring.runtime.manifest import PORTABLE_TARGET, Manifest
 
 
 def open_tensorrt(bundle: Path, manifest: Manifest, name: str, target: str, *, cuda_graph: bool = True, **unknown: Any) -> DeviceBackend:
-    """name: "tensorrt" or "tensorrt-rtx". cuda_graph=False enqueues each step by itself, to tell apart what is at fault.
+    """name: "tensorrt", "tensorrt-rtx" or "tensorrt-10.3". cuda_graph=False enqueues each step by itself, to tell apart what is at fault.
 
     Raises InputError for an unknown option, DependencyError without the packages, a driver or a GPU, BundleError for engines that are
     missing, stale or not as the manifest says, DeviceError when the GPU's memory does not suffice.
@@ -24,5 +24,5 @@ def open_tensorrt(bundle: Path, manifest: Manifest, name: str, target: str, *, c
     if target != name:
         raise InputError(f"target {target!r} with backend {name!r}: it runs the engines of its own target; leave out target")
     trt = load_tensorrt(name)
-    device = Device(name, extra=name)
+    device = Device(name, extra="tensorrt" if name == PORTABLE_TARGET else name)
     return DeviceBackend(name, manifest, device, lambda role: LoadedEngine(trt, device, bundle, manifest, role, name), cuda_graph)

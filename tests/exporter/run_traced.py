@@ -54,8 +54,19 @@ class TracedStep:
         names = [str(value.name) for value in self.model.graph.outputs]
         outputs = dict(zip(names, self._evaluator.run(None, feeds), strict=True))
         logits: np.ndarray = outputs.pop(LOGITS)
-        self.rings = {name.removesuffix(".updated"): ring for name, ring in outputs.items()}
+        slots = feeds[write_index_name(0)]
+        self.rings = {name.rpartition(".")[0]: self._updated(name, array, slots) for name, array in outputs.items()}
         return logits
+
+    def _updated(self, output: str, array: np.ndarray, slots: np.ndarray) -> np.ndarray:
+        """A ring as it comes out, or as it was with its new rows [B,G,T,D] in their slots."""
+        name, _, kind = output.rpartition(".")
+        if kind == "updated":
+            return array
+        ring = self.rings[name].copy()
+        for row, slot in enumerate(slots):
+            ring[row, :, slot : slot + array.shape[2]] = array[row]
+        return ring
 
 
 def zero_rings(model: ir.Model) -> dict[str, np.ndarray]:

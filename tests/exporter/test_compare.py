@@ -101,6 +101,13 @@ def test_a_cache_that_is_written_elsewhere_is_found(tiny_bundle: Path, tmp_path:
     assert (first.step, first.layer, first.value) == (1, 1, "cache.1.v.updated")
 
 
+def test_graphs_that_take_rows_are_fed_embedded_tokens(tiny_model: Path, tiny_bundle: Path, tmp_path: Path) -> None:
+    export_decoder(tiny_model, tmp_path / "rows", sinks=2, window=4, chunk=4, inputs="embeddings")
+    by_rows, by_ids = (compare_runners(bundle, FORMS, steps=10, tokens=20, threads=1) for bundle in (tmp_path / "rows", tiny_bundle))
+    assert by_rows.passed
+    assert by_rows.tokens == by_ids.tokens
+
+
 def test_bfloat16_is_compared_by_its_numbers(tiny_model: Path, tmp_path: Path) -> None:
     """Caches, arithmetic and what is marked are bfloat16, its bits on the host; on a CPU the widened graphs run."""
     bundle = tmp_path / "bundle"
@@ -133,7 +140,7 @@ def test_the_command_prints_a_table_or_json(tiny_bundle: Path, tmp_path: Path) -
     [
         (["onnxruntime"], "name two or more to compare"),
         (["onnxruntime", "onnxruntime"], "one is named twice"),
-        (["onnxruntime", "openvino"], "'openvino' is not known; known: onnxruntime, tensorrt, tensorrt-rtx"),
+        (["onnxruntime", "openvino"], "'openvino' is not known; known: onnxruntime, tensorrt, tensorrt-10.3, tensorrt-rtx"),
         (["onnxruntime", "onnxruntime:fast"], "'fast' is no option of onnxruntime; it takes: no-optimizer, fused, heads"),
         (["onnxruntime", "tensorrt-rtx:fused"], "'fused' is no option of tensorrt-rtx; it takes none"),
         (["onnxruntime", "onnxruntime:fused:heads"], "names the forms fused and heads"),

@@ -36,7 +36,12 @@ def test_the_check_fails_under_its_own_saboteur(bundles: dict[str, Path], name: 
     manifest, suite = Manifest.read(bundles[name]), "full" if "full" in saboteur.needs else "quick"
     files = {path: path.read_bytes() for path in bundles[name].rglob("*") if path.is_file()}
     if saboteur.unfit(bundles[name], manifest, suite == "full"):
-        others = {"row-crosstalk": manifest.batch == 1, "scale-shifted": manifest.weights.format == "fp32"}
+        others = {
+            "row-crosstalk": manifest.batch == 1,
+            "scale-shifted": manifest.weights.format == "fp32",
+            "row-beside": True,
+            "row-early": True,
+        }
         assert others.get(saboteur.name), "all others have something to break in both bundles"
         return
     policy = {"I2": "native", "I3": "streaming"}

@@ -80,7 +80,7 @@ def test_the_manifest_names_all_there_is(tiny_bundle: Path) -> None:
     assert {file.path for file in manifest.files} | {"manifest.json"} == content(tiny_bundle).keys()
     assert {graph.path for graph in manifest.graphs} < {file.path for file in manifest.files}
     assert {(graph.role, graph.target) for graph in manifest.graphs} == {
-        (role, target) for role in ("decode", "prefill") for target in TARGETS
+        (role, target) for role in ("decode", "prefill") for target in TARGETS if target != "tensorrt-10.3"
     }
     assert manifest.cache_bytes == manifest.cache_bytes_formula == 16 * 2 * 2 * 2 * 8 * 4
 

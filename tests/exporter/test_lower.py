@@ -14,6 +14,7 @@ from sinkring.exporter.frontend import trace_step
 from sinkring.exporter.lower import lower_for, simplify
 from sinkring.exporter.node import DOMAIN
 from sinkring.exporter.targets import TARGETS, find_target
+from sinkring.exporter.tensorrt_operators import TENSORRT_10_OPERATORS
 from sinkring.models.registry import find_family
 from sinkring.runtime.errors import UnsupportedError
 from sinkring.runtime.manifest import Ring, Role
@@ -28,6 +29,7 @@ LAYERS = 2
 ROLES: tuple[Role, ...] = ("decode", "prefill")
 every_role = pytest.mark.parametrize("role", ROLES)
 every_target = pytest.mark.parametrize("target", sorted(TARGETS))
+in_place = pytest.mark.parametrize("target", sorted(name for name, target in TARGETS.items() if target.update == "in_place"))
 every_head = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
 
@@ -86,7 +88,7 @@ def test_lowered_computes_what_was_traced(target: str, role: Role, tied: bool) -
 
 
 @every_role
-@every_target
+@in_place
 def test_what_a_target_is_given(target: str, role: Role) -> None:
     model = lower_for(TARGETS[target], role, simplified(role, False))
     assert model.opset_imports == {"": 24}, "from opset 25 on Attention has attributes that ONNX Runtime has no kernel for"
@@ -107,14 +109,52 @@ def test_what_a_target_is_given(target: str, role: Role) -> None:
 
 
 @every_role
+def test_what_tensorrt_10_is_given(role: Role) -> None:
+    """No plugin, no operator or opset beyond its parser's, and rings that nothing writes."""
+    model = lower_for(TARGETS["tensorrt-10.3"], role, simplified(role, False))
+    assert (model.opset_imports, model.ir_version) == ({"": 20}, 9)
+    assert {node.domain for node in model.graph} == {""}
+    assert {node.op_type for node in model.graph} <= TENSORRT_10_OPERATORS
+    assert not [node.name for node in model.graph if node.op_type == "Clip" and node.outputs[0].dtype == ir.DataType.INT64]
+    assert any(node.op_type == "Clip" for node in traced(role, False).graph), "then the line above proves nothing"
+    rings = [value for value in model.graph.inputs if str(value.name).startswith("cache.")]
+    assert len(rings) == 2 * LAYERS
+    cache = GEOMETRY.capacity * 2 * 8
+    copying = [
+        node.name
+        for node in model.graph
+        if node.op_type in ("Concat", "Where", "ScatterND", "ScatterElements", "Expand", "Tile", "Pad")
+        and node.outputs[0].shape is not None
+        and node.outputs[0].shape.is_static()
+        and np.prod([int(size) for size in node.outputs[0].shape]) >= cache  # type: ignore[arg-type]
+    ]
+    assert copying == []
+
+
+def test_an_operator_that_a_parser_lacks_is_refused_by_name() -> None:
+    model = simplified("decode", False).clone()
+    logits = next(value for value in model.graph.outputs if value.name == "logits")
+    swish = ir.node("Swish", [logits])
+    model.graph.append(swish)
+    model.graph.outputs.append(swish.outputs[0])
+    with pytest.raises(UnsupportedError, match=r"target tensorrt-10\.3: its parser has no operator Swish"):
+        lower_for(TARGETS["tensorrt-10.3"], "decode", model)
+
+
+@every_role
 def test_the_interface_outlives_every_stage(role: Role) -> None:
     def interface(model: ir.Model) -> list[tuple[str | None, str, ir.DataType | None]]:
         return [(value.name, str(value.shape), value.dtype) for value in (*model.graph.inputs, *model.graph.outputs)]
 
     before = interface(traced(role, False))
     assert interface(simplified(role, False)) == before
+    tokens = 1 if role == "decode" else "T"
+    with_rows = [
+        (name.replace(".updated", ".rows"), f"[1,2,{tokens},8]", dtype) if name and name.endswith(".updated") else (name, shape, dtype)
+        for name, shape, dtype in before
+    ]
     for target in TARGETS.values():
-        assert interface(lower_for(target, role, simplified(role, False))) == before
+        assert interface(lower_for(target, role, simplified(role, False))) == (before if target.update == "in_place" else with_rows)
 
 
 @every_role
@@ -159,7 +199,7 @@ def test_onnx_runtime_keeps_the_fused_operator(tmp_path: Path) -> None:
 
 
 def test_an_unknown_target_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match=r"'tensorrt-11' is not known; known: onnxruntime, tensorrt, tensorrt-rtx"):
+    with pytest.raises(UnsupportedError, match=r"'tensorrt-11' is not known; known: onnxruntime, tensorrt, tensorrt-10\.3, tensorrt-rtx"):
         find_target("tensorrt-11")
 
 

@@ -42,9 +42,7 @@ def add_engines(
     manifest = Manifest.read(out)
     engines, files = list(manifest.engines), []
     (out / "engines").mkdir(exist_ok=True)
-    for graph in manifest.graphs:
-        if graph.target != target:
-            continue
+    for graph in manifest.graphs_for(target):
         onnx_path, top_k = out / graph.cpu_path, sample_top_k if graph.role == "decode" else None
         if top_k:
             onnx_path = out / "decode.headed.onnx"
@@ -58,7 +56,7 @@ def add_engines(
                 "onnx": str(onnx_path),
                 "next_token": next_token and graph.role == "decode",
             },
-            f"{stem}.json": {"contract": manifest.contract(), "sample_top_k": top_k},
+            f"{stem}.json": {"contract": manifest.contract(graph.update), "sample_top_k": top_k},
         }
         for path, content in contents.items():
             raw = json.dumps(content).encode()

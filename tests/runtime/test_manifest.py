@@ -147,7 +147,7 @@ def test_damage_is_named_by_its_place(damage: str) -> None:
 
 @pytest.mark.parametrize("path", [(), ("model",), ("rings", 0), ("rings", 0, "geometry"), ("states", 0), ("graphs", 0), ("files", 0)])
 def test_every_field_without_a_default_is_asked_for(path: tuple[str | int, ...]) -> None:
-    optional = {"engines", "tokenizer", "ring", "layer", "wraps", "weights", "embedding"}
+    optional = {"engines", "tokenizer", "ring", "layer", "wraps", "weights", "embedding", "update", "widened"}
     inside: Any = parsed()
     for step in path:
         inside = inside[step]

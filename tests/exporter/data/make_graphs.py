@@ -8,13 +8,19 @@ from typing import Any
 
 import onnx
 import onnx_ir as ir
+from sinkring.exporter.passes.lower_appended import LowerToAppendedAttention
 from sinkring.exporter.passes.lower_fused import LowerToFusedAttention
 from sinkring.exporter.passes.lower_grouped import LowerToGroupedAttention
 from sinkring.exporter.passes.lower_heads import LowerToHeadAttention
 
 from tests.exporter.ring_case import RingCase, ring_model
 
-_FORMS = {"fused": LowerToFusedAttention, "grouped": LowerToGroupedAttention, "heads": LowerToHeadAttention}
+_FORMS = {
+    "appended": LowerToAppendedAttention,
+    "fused": LowerToFusedAttention,
+    "grouped": LowerToGroupedAttention,
+    "heads": LowerToHeadAttention,
+}
 _KINDS: dict[str, dict[str, Any]] = {
     "native": {"policy": "native"},
     "streaming": {"policy": "streaming"},
