@@ -1,10 +1,10 @@
 """The commands that make and show a bundle, each run as a user would: export, build, validate, inspect, doctor."""
 
 import json
+import resource
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
@@ -24,20 +24,39 @@ from sinkring.runtime.manifest import MANIFEST_NAME, Manifest, Policy, Role
 
 from tests.exporter.invoke_cli import invoke, spawn
 
-COMMANDS = ("export", "build", "run", "validate", "perplexity", "compare-weights", "report", "inspect", "families", "doctor")
+COMMANDS = (
+    "export",
+    "build",
+    "run",
+    "validate",
+    "perplexity",
+    "compare",
+    "compare-weights",
+    "bench",
+    "report",
+    "inspect",
+    "families",
+    "doctor",
+)
 
 
 def test_help_names_every_command_and_is_quick() -> None:
     fastest = float("inf")
     for _ in range(10):
-        began = time.perf_counter()
+        # Of the process itself: how long it had to wait for a core says nothing of the command.
+        began = _processor_s_of_children()
         out, _ = spawn("--help").communicate(timeout=60)
-        fastest = min(fastest, time.perf_counter() - began)
+        fastest = min(fastest, _processor_s_of_children() - began)
         assert all(f"\n  {command} " in out.decode() for command in COMMANDS)
         # One quick run is the proof: the others shared the machine with something else.
         if fastest < 0.3:
             return
-    pytest.fail(f"the fastest of ten runs took {fastest:.2f} s, at most 0.3 s is wanted")
+    pytest.fail(f"the fastest of ten runs took {fastest:.2f} s of a core, at most 0.3 s is wanted")
+
+
+def _processor_s_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_help_loads_nothing_heavy() -> None:
