@@ -24,7 +24,7 @@ from sinkring.runtime.manifest import MANIFEST_NAME, Manifest, Policy, Role
 
 from tests.exporter.invoke_cli import invoke, spawn
 
-COMMANDS = (
+COMMANDS = ("export", "build", "run", "validate", "compare", "compare-weights", "perplexity", "bench", "report", "inspect", "families", "doctor")
     "export",
     "build",
     "run",
