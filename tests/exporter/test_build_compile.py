@@ -89,7 +89,7 @@ def test_an_unknown_sm_names_the_known_ones(trt: ModuleType) -> None:
 
 
 def test_an_unknown_target_names_the_known_ones() -> None:
-    with pytest.raises(UnsupportedError, match="'openvino': engines are built for tensorrt, tensorrt-10.3, tensorrt-rtx"):
+    with pytest.raises(UnsupportedError, match=r"'openvino': engines are built for tensorrt, tensorrt-10\.3, tensorrt-rtx"):
         load_builder("openvino")
 
 
