@@ -46,7 +46,7 @@ def export_command(
     ] = None,
     block: Annotated[
         int | None,
-        typer.Option(help="With int4 for an engine, weights that share a scale: 32, 64 or 128. Default: 64.", show_default=False),
+        typer.Option(help="With int4 for an engine, weights that share a scale: 32, 64 or 128. Default: 32.", show_default=False),
     ] = None,
     target: Annotated[
         list[str] | None,

@@ -91,7 +91,7 @@ def export_decoder(
     bytes: "fp16" at a rounding of 2**-12, "bf16" at 2**-9. targets: which runtimes get graphs, by default all that can run `weights`.
     weights: how matrices are stored: "fp32" (as `dtype` says), "int8", "int4", "fp8". For the target "onnxruntime", the default of the
     first two, in blocks of 32 with zero points; for "tensorrt-rtx" and "tensorrt" as DequantizeLinear without zero points, which engines
-    are built from: name `targets` of one kind. block: of int4 for an engine, how many weights share a scale: 32, 64 (the default) or 128,
+    are built from: name `targets` of one kind. block: of int4 for an engine, how many weights share a scale: 32 (the default), 64 or 128,
     less where the inputs of a matrix are no multiple. keep_fp32: patterns (fnmatch) of the names of weights that stay as they are, such as
     "model.layers.0.*".
     inputs: what a step of the graphs is fed, "tokens" (ids) or "embeddings" (rows float32 [hidden] of the caller's making: see
@@ -136,7 +136,8 @@ def export_decoder(
     check_finite(loaded.model)
     if weights != "fp32":
         say(f"quantizing to {weights}")
-    stored = choose_weights(loaded, weights, keep_fp32, form, block, lookup_of(loaded.model, family) if embedded else None)
+    beside, either_sign = lookup_of(loaded.model, family) if embedded else None, all(target.negative_scales for target in chosen)
+    stored = choose_weights(loaded, weights, keep_fp32, form, block, beside, either_sign)
     try:
         with new_bundle(out, overwrite) as part:
             # Only now: what a layer was observed to ask, and its blocks, are those of the model as it was loaded.

@@ -4,7 +4,8 @@
 
 int4: each block of 32, 64 or 128 weights along the input axis has a scale. int8 and fp8 (e4m3): each output, a row of the weight, has one.
 Rounding is to nearest. Of 4-bit blocks several widths of the grid are tried, and after each the scale is set to the one with the least
-squared error for the integers it led to (its normal equation has one unknown, so that is exact).
+squared error for the integers it led to (its normal equation has one unknown, so that is exact). The grid has one step more below zero than
+above: with scales of either sign, that step is on the side of a block's largest weight, which takes a twelfth off the error.
 """
 
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ BLOCKS = (32, 64, 128)
 # What the values of each kind are to numpy, and the largest of them.
 VALUE_DTYPES = {"int4": np.dtype(ml_dtypes.int4), "int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
 _LARGEST = {"int4": 7.0, "int8": 127.0, "fp8": 448.0}
-# Widths of a 4-bit block's grid that are tried, as shares of its largest weight. 7/8: the one that uses -8.
-_WIDTHS = (1.0, 0.875, 0.92, 0.84, 0.76)
+# Widths of a 4-bit block's grid that are tried, as shares of its largest weight. 7/8: the one whose -8 is that weight.
+_WIDTHS = (1.0, 0.935, 0.875, 0.84, 0.78)
 _BLOCKS_AT_A_TIME = 1 << 12
 
 
@@ -61,12 +62,15 @@ def largest_block(inputs: int, wanted: int) -> int | None:
     return next((block for block in reversed(BLOCKS) if block <= wanted and inputs % block == 0), None)
 
 
-def quantize_symmetric(weight: torch.Tensor, kind: SymmetricKind, block: int) -> SymmetricMatrix:
-    """float [N,K] -> `kind`. block: of int4, K a multiple of it; the others have a scale for each row."""
+def quantize_symmetric(weight: torch.Tensor, kind: SymmetricKind, block: int, *, either_sign: bool = False) -> SymmetricMatrix:
+    """float [N,K] -> `kind`. block: of int4, K a multiple of it; the others have a scale for each row.
+
+    either_sign: scales of int4 may be negative. TensorRT-RTX takes such scales, TensorRT's parser refuses them.
+    """
     rows, inputs = weight.shape
     if kind == "int4":
         blocks = weight.detach().float().reshape(-1, block)
-        parts = [_search(part) for part in blocks.split(_BLOCKS_AT_A_TIME)]
+        parts = [_search(part, either_sign) for part in blocks.split(_BLOCKS_AT_A_TIME)]
         values, scales = (torch.cat([part[index] for part in parts]) for index in range(2))
     else:
         block = inputs
@@ -84,13 +88,15 @@ def _round_rows(rows: torch.Tensor, kind: SymmetricKind) -> tuple[torch.Tensor, 
     return (torch.round(scaled) if kind == "int8" else scaled.to(torch.float8_e4m3fn).float()), scales
 
 
-def _search(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _search(blocks: torch.Tensor, either_sign: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """blocks [n,block] -> values [n,block] as float32, -8 .. 7, scales [n,1] of the least squared error among those tried."""
     largest = blocks.abs().amax(1, keepdim=True)
+    # Of which sign the largest is, towards -8.
+    side = torch.where(blocks.amax(1, keepdim=True) == largest, -1.0, 1.0) if either_sign else torch.ones_like(largest)
     best_error = torch.full_like(largest, torch.inf)
     best = (torch.zeros_like(blocks), torch.ones_like(largest))
     for width in _WIDTHS:
-        scale = torch.where(largest > 0, largest * (width / 7), 1.0)
+        scale = torch.where(largest > 0, side * largest * (width / 7), 1.0)
         values = torch.clamp(torch.round(blocks / scale), -8, 7)
         squares = (values * values).sum(1, keepdim=True)
         fitted = torch.where(squares > 0, (blocks * values).sum(1, keepdim=True) / squares, scale)

@@ -110,7 +110,7 @@ def _read_dequantized(node: ir.Node) -> _Stored:
     else:
         ends = ml_dtypes.iinfo(integers.dtype)
         clipped = (values <= ends.min) | (values >= ends.max)
-        nearest = np.where(clipped & (ends.bits == 4), np.inf, steps / 2 + rounding)
+        nearest = np.where(clipped & (ends.bits == 4), np.inf, np.abs(steps) / 2 + rounding)
     return _Stored([part.removeprefix("model.") for part in stem.split("+")], np.ascontiguousarray(weight), nearest.astype(np.float32))
 
 

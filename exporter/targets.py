@@ -20,7 +20,7 @@ class Target:
 
     weight_form: how weights of 4 or 8 bits are stored for it (see WeightStorage); None if it runs none. update: how its graphs' caches get
     new rows. passes: what is made of the graph after that; operators: those that its parser takes, None for all of the opset.
-    by_default: whether a bundle has its graphs without being asked.
+    by_default: whether a bundle has its graphs without being asked. negative_scales: whether it takes weights whose scales are below zero.
     """
 
     name: str
@@ -32,6 +32,7 @@ class Target:
     passes: tuple[type[ir.passes.InPlacePass], ...] = ()
     operators: frozenset[str] | None = None
     by_default: bool = True
+    negative_scales: bool = False
 
 
 # In TensorRT a prefill chunk is products of matrices either way, and the grouped form is the one that it does not repeat K and V for; at
@@ -41,8 +42,15 @@ TARGETS = {
     target.name: target
     for target in (
         Target("onnxruntime", 24, 10, {"decode": LowerToHeadAttention, "prefill": LowerToHeadAttention}, weight_form="blocks"),
-        Target("tensorrt-rtx", 24, 10, {"decode": LowerToFusedAttention, "prefill": LowerToGroupedAttention}, weight_form="qdq"),
-        # The same files: TensorRT from 10.15 on takes these operators, too.
+        Target(
+            "tensorrt-rtx",
+            24,
+            10,
+            {"decode": LowerToFusedAttention, "prefill": LowerToGroupedAttention},
+            weight_form="qdq",
+            negative_scales=True,
+        ),
+        # The same files: TensorRT from 10.15 on takes these operators, too. Its parser: "Scale coefficients must all be positive".
         Target("tensorrt", 24, 10, {"decode": LowerToFusedAttention, "prefill": LowerToGroupedAttention}, weight_form="qdq"),
         # JetPack 6: no operator that updates an input, and none of an opset beyond 20.
         Target(

@@ -23,7 +23,7 @@ from sinkring.runtime.manifest import WeightForm, WeightStorage
 WeightFormat = Literal["fp32", "int8", "int4", "fp8"]
 # What each form has.
 FORMATS: dict[WeightForm, tuple[str, ...]] = {"blocks": ("int8", "int4"), "qdq": ("int8", "int4", "fp8")}
-QDQ_BLOCK = 64
+QDQ_BLOCK = 32
 _LAYER_BITS = {"int8": 8, "int4": 4}
 _TABLE_BITS = 8
 
@@ -70,17 +70,18 @@ def choose_weights(
     form: WeightForm = "blocks",
     block: int | None = None,
     beside: torch.nn.Module | None = None,
+    either_sign: bool = False,
 ) -> StoredWeights:
     """The blocks of every matrix that is not kept. Patterns are those of fnmatch, against names such as model.layers.0.mlp.up_proj.weight.
 
     form: what the targets read. block: of form "qdq" and int4, the most weights that share a scale. beside: an embedding that the host
-    looks up, and no graph.
+    looks up, and no graph. either_sign: scales of form "qdq" and int4 may be negative.
     Raises InputError for a pattern that no matrix matches.
     """
     if weights == "fp32":
         return StoredWeights({}, (), ())
     if form == "qdq":
-        return _choose_symmetric(loaded, weights, keep, block or QDQ_BLOCK, beside)
+        return _choose_symmetric(loaded, weights, keep, block or QDQ_BLOCK, beside, either_sign)
     ours = _gguf_blocks(loaded)
     blocks: dict[str, BlockMatrix] = {}
     taken: list[str] = []
@@ -97,7 +98,9 @@ def choose_weights(
     return StoredWeights(blocks, tuple(taken), tuple(kept))
 
 
-def _choose_symmetric(loaded: LoadedModel, weights: Any, keep: Sequence[str], wanted: int, beside: torch.nn.Module | None) -> StoredWeights:
+def _choose_symmetric(
+    loaded: LoadedModel, weights: Any, keep: Sequence[str], wanted: int, beside: torch.nn.Module | None, either_sign: bool
+) -> StoredWeights:
     matrices: dict[str, SymmetricMatrix] = {}
     kept: list[str] = []
     theirs = loaded.packed
@@ -114,7 +117,7 @@ def _choose_symmetric(loaded: LoadedModel, weights: Any, keep: Sequence[str], wa
         elif theirs:
             matrices[name] = _as_it_is(theirs[name])
         else:
-            matrices[name] = quantize_symmetric(weight, weights, block)
+            matrices[name] = quantize_symmetric(weight, weights, block, either_sign=either_sign)
     return StoredWeights(matrices, tuple(name for name in matrices if name in theirs), tuple(kept), "qdq")
 
 

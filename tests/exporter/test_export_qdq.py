@@ -54,7 +54,15 @@ def test_int4_has_blocks_where_they_fit_and_the_rest_stays(bundles: dict[str, Pa
     # Embedding, head, and of each layer the merged projections of attention and of the MLP, of one also that behind attention.
     assert len(found) == 2 + 2 + 2 + 1
     assert {node.inputs[0].dtype for node in found if node.inputs[0] is not None} == {ir.DataType.INT4}
-    assert {node.attributes["block_size"].as_int() for node in found} == {64}
+    assert {node.attributes["block_size"].as_int() for node in found} == {32}
+
+
+def test_scales_are_below_zero_only_where_every_target_takes_them(bundles: dict[str, Path], model: Path, tmp_path: Path) -> None:
+    export_decoder(model / "odd", tmp_path / "both", weights="int4", **(SIZES | {"targets": ["tensorrt-rtx", "tensorrt"]}))
+    for bundle, mixed in ((bundles[ODD], True), (tmp_path / "both", False)):
+        scales = np.concatenate([node.inputs[1].const_value.numpy().ravel() for node in nodes(bundle, "DequantizeLinear")])  # type: ignore[union-attr]
+        assert np.any(scales > 0)
+        assert bool(np.any(scales < 0)) is mixed
 
 
 def test_a_tied_table_is_stored_once_and_a_scale_is_as_wide_as_what_it_scales(bundles: dict[str, Path]) -> None:
