@@ -122,7 +122,8 @@ def judge_runs(
             controls[name][run.name] = figures
 
     rows, ages = tuple(regions), tuple(found for found in growth if found)
-    judged = tuple(judge_control(name, measured, limits.control * tolerance) for name, measured in controls.items())
+    needed = limits.control_needed(tolerance, max(row.max_error for row in rows))
+    judged = tuple(judge_control(name, measured, needed) for name, measured in controls.items())
     return Validation(
         bundle=bundle,
         model=expected.source,

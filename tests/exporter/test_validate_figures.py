@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 from sinkring.exporter.divergence import Divergence, Span, age_spans
 from sinkring.exporter.expected_logits import wrong_geometries
-from sinkring.exporter.verdict import GROWTH_NOISE, find_failures, judge_control, measure_growth
+from sinkring.exporter.verdict import GROWTH_NOISE, LIMITS, find_failures, judge_control, measure_growth
 from sinkring.runtime.ring import RingGeometry
 
 TOLERANCE = 1e-3
@@ -191,3 +191,14 @@ def test_wrong_geometries_are_off_by_one_token() -> None:
     assert wrong_geometries(2, 4) == (("window 3", 2, 3), ("sinks 1", 1, 4))
     assert wrong_geometries(0, 4) == (("window 3", 0, 3),)
     assert wrong_geometries(1, 1) == (("window 2", 1, 2), ("sinks 0", 0, 1))
+
+
+def test_of_float16_a_control_may_lie_inside_the_tolerance_if_the_right_oracle_is_far_nearer() -> None:
+    half, single = LIMITS["float16", "float16"], LIMITS["float32", "float32"]
+    # SmolLM2: 0.066 from the right oracle, 0.40 from one with a sink less, where twice the tolerance is 0.98.
+    assert half.control_needed(0.49, 0.066) < 0.40 < half.control * 0.49
+    # Made with a sink less it is the other way round, and found out although both lie inside the tolerance.
+    assert half.control_needed(0.49, 0.40) > 0.066
+    assert half.control_needed(0.49, 0.3) == half.control * 0.49
+    assert half.control_needed(0.49, float("nan")) == half.control * 0.49
+    assert single.control_needed(4e-3, 1e-4) == single.control * 4e-3
