@@ -22,6 +22,7 @@ from sinkring.exporter.bundle_writer import locked, sha256_of
 from sinkring.exporter.engine_builder import Progress, ShapeRange, check_precision, check_sm, compile_engine, load_builder, present_sm
 from sinkring.exporter.plan import PlanReport, read_plan
 from sinkring.exporter.sampling_head import append_sampling_head
+from sinkring.runtime.backends.engine import engine_target
 from sinkring.runtime.bundle import check_consistent
 from sinkring.runtime.errors import BuildError, BundleError, UnsupportedError
 from sinkring.runtime.manifest import CONTRACT_KEY, MANIFEST_NAME, Engine, File, Graph, Manifest, Role, StateTensor, rows_name
@@ -96,23 +97,36 @@ def build_engine(
     if (next_token or sample_top_k) and manifest.embedding is not None:
         asked = "next_token" if next_token else "sample_top_k"
         raise UnsupportedError(f"{folder}: {asked}, and its graphs take embedded rows, not the token that was picked; build without it")
-    # Engines are of the target that they are built for, also where the graphs are the portable ones.
-    graphs = [dataclasses.replace(graph, target=target) for graph in manifest.graphs_for(target) or [manifest.graph("decode", target)]]
-    if (options.next_token or options.sample_top_k) and graphs[0].update == "rows":
-        raise UnsupportedError(
-            f"next_token, sample_top_k: {graphs[0].path} only reads its caches, whose rows are written between steps; leave them out, "
-            "or export for a target that updates them in place"
-        )
     sms = tuple(sm) if sm is not None else ((89,) if target == "tensorrt-rtx" else (present_sm(),))
     if not sms:
         raise UnsupportedError("sm: no compute capability named; name at least one, as 10 x major + minor (89 for 8.9)")
     for one in sms:
         check_sm(trt, target, one)
         check_precision(manifest, one)
+    wanted = graphs_to_build(manifest, target, sms)
+    if (options.next_token or options.sample_top_k) and wanted[0][0].update == "rows":
+        raise UnsupportedError(
+            f"next_token, sample_top_k: {wanted[0][0].path} only reads its caches, whose rows are written between steps; leave them out, "
+            "or export for a target that updates them in place"
+        )
     checked: dict[str, str] = {}
-    for graph in graphs:
+    for graph, _ in wanted:
         _check_files(folder, manifest, graph, checked)
-    return [_build_one(folder, trt, graph, one, options, progress) for graph in graphs for one in sms]
+    return [_build_one(folder, trt, graph, one, options, progress) for graph, one in wanted]
+
+
+def graphs_to_build(manifest: Manifest, target: str, sms: Sequence[int]) -> list[tuple[Graph, int]]:
+    """Each graph and GPU of an engine of `target`, by role. The graph's target is then the engine's, also where the graphs are the portable
+    ones or Turing's own.
+
+    Raises BundleError for a bundle that has no graph for the target.
+    """
+    pairs = []
+    for sm in sms:
+        own = engine_target(manifest, target, sm)
+        found = manifest.graphs_for(own) or (manifest.graph("decode", own),)
+        pairs += [(dataclasses.replace(graph, target=target), sm) for graph in found]
+    return sorted(pairs, key=lambda pair: pair[0].role)
 
 
 def _build_one(folder: Path, trt: ModuleType, graph: Graph, sm: int, options: BuilderOptions, progress: Progress | None) -> BuildReport:

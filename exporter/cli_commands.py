@@ -51,8 +51,8 @@ def export_command(
     target: Annotated[
         list[str] | None,
         typer.Option(
-            help="Only graphs for onnxruntime, tensorrt-rtx, tensorrt or tensorrt-10.3 (JetPack 6). May be given again. "
-            "Default: all that run such weights but the last.",
+            help="Only graphs for onnxruntime, tensorrt-rtx, tensorrt, tensorrt-10.3 (JetPack 6) or tensorrt-rtx-sm75 (Turing). May be "
+            "given again. Default: all that run such weights but the last two.",
             show_default=False,
         ),
     ] = None,

@@ -29,7 +29,7 @@ from sinkring.exporter.frontend import trace_step
 from sinkring.exporter.lower import lower_for, simplify, widen
 from sinkring.exporter.machine import describe_machine
 from sinkring.exporter.rotary import frequencies_for
-from sinkring.exporter.targets import TARGETS, Target, find_target
+from sinkring.exporter.targets import TARGETS, Target, check_dtypes, find_target
 from sinkring.exporter.tokenizer_files import write_tokenizer
 from sinkring.exporter.weight_formats import FORMATS, WeightFormat, check_weight_format, choose_weights
 from sinkring.exporter.weights import WeightsFile
@@ -114,7 +114,7 @@ def export_decoder(
         )
     check_inputs(inputs)
     chosen, form = _find_targets(targets, weights)
-    _check_bfloat16(chosen, dtype, cache_type)
+    check_dtypes(chosen, dtype, _name(cache_type))
     if block is not None and form != "qdq":
         raise InputError(
             f"block={block} for target {chosen[0].name}, whose blocks have 32 weights: leave it out, or name an engine's target"
@@ -221,13 +221,6 @@ def _check_cache_dtype(cache_dtype: str | None, dtype: str) -> torch.dtype:
     if not isinstance(cache_dtype, str) or cache_dtype not in DTYPES:
         raise UnsupportedError(f"cache_dtype {cache_dtype!r} is not supported; use one of {', '.join(DTYPES)}")
     return DTYPES[cache_dtype]
-
-
-def _check_bfloat16(chosen: list[Target], dtype: str, cache_type: torch.dtype) -> None:
-    """Graphs that give out new rows are not proven in it."""
-    name = "dtype" if dtype == "bf16" else "cache_dtype"
-    if (dtype == "bf16" or cache_type == torch.bfloat16) and (rows := [target.name for target in chosen if target.update == "rows"]):
-        raise UnsupportedError(f"{name}='bf16' with target {rows[0]}: use fp16, or another target")
 
 
 def _round_weights(model: torch.nn.Module, dtype: torch.dtype) -> None:

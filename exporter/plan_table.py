@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from sinkring.exporter.build import ENGINES_FOLDER, build_engine
+from sinkring.exporter.build import ENGINES_FOLDER, build_engine, graphs_to_build
 from sinkring.exporter.engine_summary import EngineSummary
 from sinkring.runtime.errors import BuildError, UnsupportedError
 from sinkring.runtime.manifest import MANIFEST_NAME, Manifest, Role
@@ -49,15 +49,15 @@ def plan_rows(bundle: Path, sms: Sequence[int], *, target: str = "tensorrt-rtx",
     Raises what `build_engine` raises, but for BuildError and UnsupportedError, which become a row's refusal.
     """
     manifest = Manifest.read(bundle)
-    graphs = manifest.graphs_for(target) or (manifest.graph("decode", target),)
+    wanted = graphs_to_build(manifest, target, sms)
     rows, weights = [], manifest.weights.format
     dtype = manifest.dtype if weights == "fp32" else f"{manifest.dtype}, weights {weights}"
     with tempfile.TemporaryDirectory(dir=bundle.parent, prefix=f".{bundle.name}-plans-") as folder:
         copy = Path(folder) / "bundle"
         shutil.copytree(bundle, copy, copy_function=_link, ignore=shutil.ignore_patterns(ENGINES_FOLDER))
-        for number, (graph, sm) in enumerate((graph, sm) for graph in graphs for sm in sms):
+        for number, (graph, sm) in enumerate(wanted):
             if progress is not None:
-                progress(f"{graph.role} sm{sm}", number, len(graphs) * len(sms))
+                progress(f"{graph.role} sm{sm}", number, len(wanted))
             # One graph at a time: the other is built even if this one is refused. A file of its own, not the link.
             only = dataclasses.replace(manifest, graphs=(graph,), engines=())
             (copy / MANIFEST_NAME).unlink()

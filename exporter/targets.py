@@ -1,15 +1,18 @@
 """Targets as data: which form of each graph a runtime is given. Everything that differs between runtimes is decided here."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import onnx_ir as ir
 from sinkring.exporter.passes.lower_appended import LowerToAppendedAttention
 from sinkring.exporter.passes.lower_fused import LowerToFusedAttention
 from sinkring.exporter.passes.lower_grouped import LowerToGroupedAttention
+from sinkring.exporter.passes.lower_half import LowerToHalfAttention
 from sinkring.exporter.passes.lower_heads import LowerToHeadAttention
 from sinkring.exporter.passes.lowering import LowerRingAttention
 from sinkring.exporter.passes.older_operators import OlderOperators
 from sinkring.exporter.tensorrt_operators import TENSORRT_10_OPERATORS
+from sinkring.runtime.backends.engine import TURING_TARGET
 from sinkring.runtime.errors import UnsupportedError
 from sinkring.runtime.manifest import PORTABLE_TARGET, Role, Update, WeightForm
 
@@ -21,6 +24,7 @@ class Target:
     weight_form: how weights of 4 or 8 bits are stored for it (see WeightStorage); None if it runs none. update: how its graphs' caches get
     new rows. passes: what is made of the graph after that; operators: those that its parser takes, None for all of the opset.
     by_default: whether a bundle has its graphs without being asked. negative_scales: whether it takes weights whose scales are below zero.
+    only_float16: it needs float16 weights and caches.
     """
 
     name: str
@@ -33,6 +37,7 @@ class Target:
     operators: frozenset[str] | None = None
     by_default: bool = True
     negative_scales: bool = False
+    only_float16: bool = False
 
 
 # In TensorRT a prefill chunk is products of matrices either way, and the grouped form is the one that it does not repeat K and V for; at
@@ -63,6 +68,10 @@ TARGETS = {
             operators=TENSORRT_10_OPERATORS,
             by_default=False,
         ),
+        # For Turing TensorRT-RTX has no product of float32, which attention's are in all other graphs.
+        Target(
+            TURING_TARGET, 24, 10, {"decode": LowerToHalfAttention, "prefill": LowerToHalfAttention}, by_default=False, only_float16=True
+        ),
     )
 }
 
@@ -71,3 +80,16 @@ def find_target(name: str) -> Target:
     if name not in TARGETS:
         raise UnsupportedError(f"target {name!r} is not known; known: {', '.join(sorted(TARGETS))}")
     return TARGETS[name]
+
+
+def check_dtypes(chosen: Iterable[Target], dtype: str, cache_dtype: str) -> None:
+    """dtype: as `export` names it; cache_dtype: as the manifest does. Raises UnsupportedError for a target that has no graphs in these."""
+    for target in chosen:
+        # Not proven in it.
+        if target.update == "rows" and (dtype == "bf16" or cache_dtype == "bfloat16"):
+            name = "dtype" if dtype == "bf16" else "cache_dtype"
+            raise UnsupportedError(f"{name}='bf16' with target {target.name}: use fp16, or another target")
+        if target.only_float16 and (dtype, cache_dtype) != ("fp16", "float16"):
+            raise UnsupportedError(
+                f"target {target.name}: its products are float16 in all of the graph; export with dtype fp16 and no cache_dtype"
+            )

@@ -22,6 +22,16 @@ VERSIONS = {PORTABLE_TARGET: "10.3"}
 DTYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT64": "int64", "INT32": "int32"}
 
 
+# Graphs whose products are all float16, for the one GPU generation that TensorRT-RTX multiplies no float32 on.
+TURING, TURING_TARGET = 75, "tensorrt-rtx-sm75"
+
+
+def engine_target(manifest: Manifest, target: str, sm: int) -> str:
+    """The target whose graphs an engine of `target` for `sm` is built from: Turing's own, where the bundle has them."""
+    own = target == "tensorrt-rtx" and sm == TURING and any(graph.target == TURING_TARGET for graph in manifest.graphs)
+    return TURING_TARGET if own else target
+
+
 def load_tensorrt(target: str) -> ModuleType:
     """The Python module of `target`.
 
@@ -98,7 +108,7 @@ class LoadedEngine:
 
 def find_engine(manifest: Manifest, role: Role, target: str, sm: int, version: str, gpu: str) -> Engine:
     """The engine of `role` for this GPU and this version. Raises BundleError that says which there are, or why it is stale."""
-    graph = manifest.graph(role, target)
+    graph = manifest.graph(role, engine_target(manifest, target, sm))
     again = f"sinkring build BUNDLE --target {target}" + (f" --sm {sm}" if target == "tensorrt-rtx" else "")
     have = [engine for engine in manifest.engines if (engine.role, engine.target) == (role, target)]
     here = [engine for engine in have if engine.sm == sm]

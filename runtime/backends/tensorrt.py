@@ -5,7 +5,7 @@ from typing import Any
 
 from sinkring.runtime.backends.cuda import Device
 from sinkring.runtime.backends.device_backend import DeviceBackend
-from sinkring.runtime.backends.engine import LoadedEngine, load_tensorrt
+from sinkring.runtime.backends.engine import TURING, LoadedEngine, engine_target, load_tensorrt
 from sinkring.runtime.errors import InputError
 from sinkring.runtime.manifest import PORTABLE_TARGET, Manifest
 
@@ -20,7 +20,7 @@ def open_tensorrt(bundle: Path, manifest: Manifest, name: str, target: str, *, c
         raise InputError(f"option {sorted(unknown)[0]!r} is not known to the backend {name}; it takes: cuda_graph")
     if not isinstance(cuda_graph, bool):
         raise InputError(f"cuda_graph={cuda_graph!r}: must be True or False")
-    manifest.graph("decode", target)
+    manifest.graph("decode", engine_target(manifest, target, TURING))
     if target != name:
         raise InputError(f"target {target!r} with backend {name!r}: it runs the engines of its own target; leave out target")
     trt = load_tensorrt(name)

@@ -28,8 +28,10 @@ GEOMETRY = RingGeometry(2, 4, 6)
 LAYERS = 2
 ROLES: tuple[Role, ...] = ("decode", "prefill")
 every_role = pytest.mark.parametrize("role", ROLES)
-every_target = pytest.mark.parametrize("target", sorted(TARGETS))
-in_place = pytest.mark.parametrize("target", sorted(name for name, target in TARGETS.items() if target.update == "in_place"))
+# The model of these tests is float32 in all parts.
+WIDE = {name: target for name, target in TARGETS.items() if not target.only_float16}
+every_target = pytest.mark.parametrize("target", sorted(WIDE))
+in_place = pytest.mark.parametrize("target", sorted(name for name, target in WIDE.items() if target.update == "in_place"))
 every_head = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
 
@@ -153,7 +155,7 @@ def test_the_interface_outlives_every_stage(role: Role) -> None:
         (name.replace(".updated", ".rows"), f"[1,2,{tokens},8]", dtype) if name and name.endswith(".updated") else (name, shape, dtype)
         for name, shape, dtype in before
     ]
-    for target in TARGETS.values():
+    for target in WIDE.values():
         assert interface(lower_for(target, role, simplified(role, False))) == (before if target.update == "in_place" else with_rows)
 
 
