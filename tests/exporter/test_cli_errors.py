@@ -238,7 +238,7 @@ def test_validate_wants_steps_and_the_model_it_came_from(speaking_bundle: Path, 
 def test_a_disk_that_is_full_while_exporting(speaking_model: Path, tmp_path: Path) -> None:
     # A limit on the size of files stands in for the full disk: the write fails just so, with another number.
     def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, 1 << 17))
 
     process = spawn("export", speaking_model, "--out", tmp_path / "bundle", preexec_fn=limit)
     out, err = process.communicate(timeout=300)
