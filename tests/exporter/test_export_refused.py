@@ -83,7 +83,7 @@ def test_a_ring_of_senseless_size(tiny_model: Path, out: Path, name: str) -> Non
         (
             {"targets": ["onnxruntime", "jetson"]},
             UnsupportedError,
-            "target 'jetson' is not known; known: onnxruntime, tensorrt, tensorrt-rtx",
+            "target 'jetson' is not known; known: onnxruntime, tensorrt, tensorrt-10.3, tensorrt-rtx, tensorrt-rtx-sm75",
         ),
     ],
     ids=str,
