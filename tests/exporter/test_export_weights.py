@@ -96,7 +96,7 @@ def test_kept_layers_run(gguf_file: Path, tmp_path: Path) -> None:
     ("options", "kind", "words"),
     [
         ({"weights": "int3"}, UnsupportedError, "weights='int3' is not a format; use one of fp32, int8, int4"),
-        ({"weights": "int4", "targets": ["tensorrt-rtx"]}, UnsupportedError, "target tensorrt-rtx runs fp32 only"),
+        ({"weights": "int4", "targets": ["tensorrt-10.3"]}, UnsupportedError, "target tensorrt-10.3 does not run them"),
         ({"keep_fp32": ["model.*"]}, InputError, "with weights fp32, which keeps all"),
         ({"weights": "int4", "keep_fp32": "model.*"}, InputError, "give a list of patterns"),
         (

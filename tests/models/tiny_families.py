@@ -334,14 +334,17 @@ def find_row(name: str) -> TinyFamily:
 
 
 def tiny_model(row: TinyFamily | str, seed: int = 0, std: float = 0.3, **settings: Any) -> PreTrainedModel:
-    """The model of a row in float32, eval mode, without gradients, its weights drawn from `seed` alone; `settings` go over the row's own.
+    """The model of a row in float32, eval mode, without gradients, its weights drawn from `seed` alone; `settings` go over those of its decoder.
 
     Matrices and biases are normal with deviation `std`, the weights of norms normal around 1. The embedding of a padding token is zero,
     as in a trained model.
     """
     row = find_row(row) if isinstance(row, str) else row
-    tokens = {} if "text_config" in row.settings else {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
-    chosen = {**tokens, **row.settings, **settings}
+    tokens = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    if inner := row.settings.get("text_config"):
+        chosen = {**row.settings, "text_config": {**inner, **settings}}
+    else:
+        chosen = {**tokens, **row.settings, **settings}
     config = getattr(transformers, row.config)(**chosen)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
