@@ -334,7 +334,7 @@ def find_row(name: str) -> TinyFamily:
 
 
 def tiny_model(row: TinyFamily | str, seed: int = 0, std: float = 0.3, **settings: Any) -> PreTrainedModel:
-    """The model of a row in float32, eval mode, without gradients, its weights drawn from `seed` alone; `settings` go over those of its decoder.
+    """The model of a row in float32, eval mode, no gradients, its weights drawn from `seed` alone; `settings` go over its decoder's.
 
     Matrices and biases are normal with deviation `std`, the weights of norms normal around 1. The embedding of a padding token is zero,
     as in a trained model.
