@@ -42,20 +42,27 @@ def without_rounding(manifest: Manifest) -> Callable[[onnx.ModelProto], None]:
     """The change to one graph that a CPU runs. manifest: what the graph is made for afterwards."""
 
     def change(model: onnx.ModelProto) -> None:
-        for node in model.graph.node:
-            for attribute in node.attribute if node.op_type == "Cast" else ():
-                if attribute.name == "to" and attribute.i == TensorProto.BFLOAT16:
-                    attribute.i = TensorProto.FLOAT
-        for value in (*model.graph.input, *model.graph.output):
-            if value.type.tensor_type.elem_type == TensorProto.BFLOAT16:
-                value.type.tensor_type.elem_type = TensorProto.FLOAT
-        # They follow from the rest, and were right before.
-        del model.graph.value_info[:]
+        _round_nothing(model.graph)
         for entry in model.metadata_props:
             if entry.key == CONTRACT_KEY:
                 entry.value = json.dumps(manifest.contract(), sort_keys=True)
 
     return change
+
+
+def _round_nothing(graph: onnx.GraphProto) -> None:
+    for node in graph.node:
+        for attribute in node.attribute:
+            if node.op_type == "Cast" and attribute.name == "to" and attribute.i == TensorProto.BFLOAT16:
+                attribute.i = TensorProto.FLOAT
+            # The branches of an If.
+            if attribute.HasField("g"):
+                _round_nothing(attribute.g)
+    for value in (*graph.input, *graph.output):
+        if value.type.tensor_type.elem_type == TensorProto.BFLOAT16:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+    # They follow from the rest, and were right before.
+    del graph.value_info[:]
 
 
 def _wide(dtype: str) -> str:

@@ -1,6 +1,6 @@
 """Writing nodes into an ONNX graph in front of an existing node."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,24 @@ class Insertion:
 
     def ops(self, op_type: str, outputs: int, *inputs: ir.Value | None, **attributes: Any) -> Sequence[ir.Value]:
         return self.tape.op_multi_out(op_type, list(inputs), attributes or None, num_outputs=outputs)
+
+    def either(self, condition: ir.Value, **branches: Callable[["Insertion"], ir.Value]) -> ir.Value:
+        """One If of two branches, each named and written by its function: the first where `condition` (bool, one element) holds.
+
+        Each function gets an Insertion for the nodes of its branch, which may read all values of the graph that were made before.
+        """
+        graphs = []
+        for name, write in branches.items():
+            inside = Insertion(self.graph, self.anchor)
+            output = write(inside)
+            for index, node in enumerate(inside.tape.nodes):
+                # A graph names its own nodes and values as they come in, by numbers that it may have given in another branch.
+                node.name = f"{self.anchor.outputs[0].name}.{name}.{index}"
+                for place, value in enumerate(node.outputs):
+                    value.name = f"{node.name}.{place}"
+            graphs.append(ir.Graph([], [output], nodes=inside.tape.nodes, name=name))
+        holds, fails = graphs
+        return self.op("If", condition, then_branch=holds, else_branch=fails)
 
     def constant(self, name: str, array: np.ndarray) -> ir.Value:
         """An initializer; the name stands for the content, so a second call with the same name gives the first one's value."""

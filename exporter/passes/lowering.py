@@ -18,6 +18,7 @@ from sinkring.exporter.passes.ring_mask import (
     write_new_rows,
     write_new_validity,
     write_queries,
+    write_reached,
     write_validity,
 )
 from sinkring.runtime.manifest import rows_name
@@ -121,6 +122,21 @@ class Lowering:
             return plain
         key = ("alibi", a.policy, a.alibi_slopes)
         return self._once(key, ring, lambda: write_alibi(into, a, self._queries(into, ring), plain))
+
+    def reached(self, into: Insertion, ring: RingNode) -> ir.Value:
+        """int64 [1]: the first slots of a ring that are all that its queries may need (see `write_reached`)."""
+        return self._once(
+            "reached", ring, lambda: write_reached(into, ring.attributes, ring.input(5), ring.batch, self._tokens(into, ring))
+        )
+
+    def additive_reached(self, into: Insertion, ring: RingNode) -> ir.Value:
+        """As `additive`, for those slots only."""
+        slopes = ring.attributes.alibi_slopes
+
+        def write() -> ir.Value:
+            return into.op("Slice", self.additive(into, ring), into.ints(0), self.reached(into, ring), into.ints(3))
+
+        return self._once(("additive reached", ring.attributes.policy if slopes else "", slopes), ring, write)
 
     def additive_before(self, into: Insertion, ring: RingNode) -> ir.Value:
         """As `additive`, for a ring that the new rows are not in yet: what they will replace is masked."""

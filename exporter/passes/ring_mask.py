@@ -20,6 +20,7 @@ from sinkring.exporter.passes.insertion import Insertion
 
 # Finite, so that adding a score cannot make a NaN; exp of it is exactly 0 next to any real score.
 MASKED = -1e30
+READ_STEPS = (64, 16, 4, 1)  # slots
 NEVER = np.iinfo(np.int64).max  # a position no stream reaches
 
 
@@ -54,6 +55,27 @@ def write_queries(
         into.constant(f"{_key(a)}.slots", np.array(a.slots, np.int64)),
     )
     return Queries(q, age)
+
+
+def read_step(capacity: int) -> int:
+    """In what steps the part of a ring that is read grows, in slots: long enough for whole vectors, and few different lengths."""
+    return next(step for step in READ_STEPS if step <= max(1, capacity // 8))
+
+
+def write_reached(into: Insertion, a: RingAttentionAttributes, position: ir.Value, rows: int, tokens: ir.Value | int) -> ir.Value:
+    """int64 [1]: how many slots, counted from the first, hold all that any row of the call has stored, its T new rows included.
+
+    Before a ring first wraps, slot and position are one number. A multiple of `read_step`, but at least S and at most C.
+    """
+    step = read_step(a.capacity)
+    last = into.op("ReduceMax", position, into.ints(0), keepdims=1) if rows > 1 else position
+    behind = into.op("Add", last, _count(into, tokens))
+    if step > 1:
+        one_step = into.constant(f"i64.step{step}", np.array(step, np.int64))
+        behind = into.op("Add", behind, into.constant(f"i64.step{step}.less_one", np.array(step - 1, np.int64)))
+        behind = into.op("Mul", into.op("Div", behind, one_step), one_step)
+    most = into.constant(f"{_key(a)}.capacity", np.array(a.capacity, np.int64))
+    return into.op("Clip", behind, into.constant(f"{_key(a)}.sinks", np.array(a.sinks, np.int64)), most)
 
 
 def write_validity(into: Insertion, a: RingAttentionAttributes, queries: Queries) -> ir.Value:
