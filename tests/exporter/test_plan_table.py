@@ -1,11 +1,14 @@
 """The table of plans, and that no upgrade of the builder or change of a graph changes a plan unseen."""
 
 import dataclasses
+from itertools import product
 
 import pytest
 from sinkring.exporter.plan_table import PlanRow, differences
 
 from tests.exporter.plan_golden import found_rows, kept_rows
+
+ROLES = ("decode", "prefill")
 
 
 @pytest.fixture(scope="module")
@@ -22,17 +25,29 @@ def test_plans_are_as_they_were_kept(found: list[PlanRow]) -> None:
 def test_kept_plans_keep_the_promises() -> None:
     """What is kept is not wrong by itself: in place on every GPU that builds it, one fused kernel and no copy in a step."""
     rows = kept_rows()
-    assert {row.sm for row in rows if row.refusal} <= {75}, "only Turing refuses products of float32"
+    assert {row.sm for row in rows if row.refusal} <= {75}, "only Turing lacks products of float32, and bfloat16"
     built = [row for row in rows if not row.refusal]
     assert all(row.in_place == "4/4" for row in built)
     assert all(row.copies == 0 and "gemv" in row.attention for row in built if row.role == "decode")
-    assert {(row.dtype, row.role) for row in built} == {(d, r) for d in ("float32", "float16") for r in ("decode", "prefill")}
+    assert {(row.dtype, row.role) for row in built} == set(product(("float32", "float16", "bfloat16"), ROLES))
 
 
-def test_a_refusal_is_a_row_with_its_reason(found: list[PlanRow]) -> None:
-    refused = [row for row in found if row.refusal]
-    assert refused
-    assert all("FP32 GEMM is not supported" in row.refusal and "sm=75" in row.refusal and row.kernels == 0 for row in refused)
+@pytest.mark.parametrize(
+    ("dtype", "reason"),
+    [
+        ("float32", "sm=75: IBuilder::buildSerializedNetwork"),
+        ("float32", "FP32 GEMM is not supported"),
+        ("float16", "FP32 GEMM is not supported"),
+        ("bfloat16", "sm=75: the bundle has dtype bfloat16"),
+        ("bfloat16", "GPUs have bfloat16 from sm=80 on"),
+    ],
+)
+def test_a_refusal_is_a_row_with_its_reason(found: list[PlanRow], dtype: str, reason: str) -> None:
+    """The builder's own of a float32 product, and ours of bfloat16, before anything is built."""
+    for rows in (found, kept_rows()):
+        refused = [row for row in rows if row.refusal and row.dtype == dtype]
+        assert [(row.sm, row.role) for row in refused] == [(75, role) for role in ROLES]
+        assert all(reason in row.refusal and (row.kernels, row.engine_bytes) == (0, 0) for row in refused)
 
 
 @pytest.mark.parametrize(
