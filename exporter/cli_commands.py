@@ -212,6 +212,9 @@ def validate_command(
     model: Annotated[
         str | None, typer.Option(metavar="SOURCE", help="Where the model is now. Default: as exported.", show_default=False)
     ] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Only the graphs of this target. Default: of all in the bundle.", show_default=False)
+    ] = None,
     suite: Annotated[
         str | None,
         typer.Option(help="quick or full: check every invariant of a stream in place of the logits alone.", show_default=False),
@@ -239,14 +242,15 @@ def validate_command(
     if sabotage == "list":
         print_saboteurs()
         return
-    others = {"--backend": backend, "--only": only, "--budget": budget, "--sabotage": sabotage} if suite is None else {"--steps": steps}
+    of_suite = {"--backend": backend, "--only": only, "--budget": budget, "--sabotage": sabotage}
+    others = of_suite if suite is None else {"--steps": steps, "--target": target}
     if useless := [name for name, value in others.items() if value not in (None, [])]:
         why = "does nothing without --suite: add --suite quick" if suite is None else "does nothing with --suite: leave one of the two out"
         raise InputError(f"{useless[0]} {why}")
     found: Any
     with progress_bars() as progress:
         if suite is None:
-            found = validate_bundle(bundle, 1024 if steps is None else steps, model=model, progress=progress)
+            found = validate_bundle(bundle, 1024 if steps is None else steps, model=model, target=target, progress=progress)
         else:
             from sinkring.exporter.conformance.suite import BUDGET_S, check_conformance
 

@@ -245,6 +245,15 @@ def test_validate_prints_each_region_and_passes(speaking_bundle: Path) -> None:
     assert ended.out.splitlines()[-1] == "passed"
 
 
+def test_validate_runs_the_graphs_of_one_target(speaking_bundle: Path) -> None:
+    ended = invoke("validate", speaking_bundle, "--steps", 40, "--target", "tensorrt-rtx", "--json")
+    assert (ended.status, ended.errors) == (0, [])
+    runs = json.loads(ended.out)["runs"]
+    assert [(run["kind"], run["targets"]) for run in runs] == [("decode", ["tensorrt-rtx"]), ("chunks", ["tensorrt-rtx"])]
+    everything = json.loads(invoke("validate", speaking_bundle, "--steps", 2, "--json").out)["runs"]
+    assert {name for run in everything for name in run["targets"]} == {"onnxruntime", "tensorrt", "tensorrt-rtx"}
+
+
 def test_validate_fails_with_status_1(speaking_bundle: Path, tmp_path: Path) -> None:
     from sinkring.exporter.bundle_writer import describe_file
 

@@ -229,6 +229,7 @@ def test_build_options_that_make_no_sense(options: list[str], words: str, speaki
 
 def test_validate_wants_steps_and_the_model_it_came_from(speaking_bundle: Path, tmp_path: Path) -> None:
     assert "steps=0: must be 1 or more" in refused("validate", speaking_bundle, "--steps", 0)
+    assert "no decode graph for target 'jetson', only for ['onnxruntime'" in refused("validate", speaking_bundle, "--target", "jetson")
     save_speaking_model(tmp_path / "other")
     (tmp_path / "other" / "config.json").write_text((tmp_path / "other" / "config.json").read_text() + "\n")
     message = refused("validate", speaking_bundle, "--steps", 4, "--model", tmp_path / "other")

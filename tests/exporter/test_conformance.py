@@ -139,6 +139,7 @@ def test_sabotage_is_listed_but_not_advertised() -> None:
         (("--suite", "slow"), "suite 'slow' is not known; use one of quick, full"),
         (("--suite", "quick", "--only", "I13"), "invariant 'I13' is not known"),
         (("--suite", "quick", "--steps", "0"), "--steps does nothing with --suite"),
+        (("--suite", "quick", "--target", "tensorrt-rtx"), "--target does nothing with --suite"),
         (("--backend", "onnxruntime"), "--backend does nothing without --suite"),
         (("--only", "I1"), "--only does nothing without --suite"),
         (("--suite", "quick", "--budget", "0"), "budget_s=0"),
