@@ -85,24 +85,18 @@ ROPE_EXPORTS = {
     "longrope short native": Export("longrope", "native", sinks=0, window=16, chunk=1),
     "longrope long streaming": Export("longrope", "streaming", sinks=2, window=20, chunk=3),
 }
-# float16 caches, and float16 weights, too; each pair is EXPORTS' of the same names otherwise.
-HALF_EXPORTS = {
-    "chunk 4 native, fp16": Export("plain", "native", sinks=3, window=7, chunk=4, cache_dtype="fp16"),
-    "chunk 4 streaming, fp16": Export("plain", "streaming", sinks=3, window=7, chunk=4, cache_dtype="fp16"),
-    "chunk 4 native, all fp16": Export("plain", "native", sinks=3, window=7, chunk=4, dtype="fp16"),
-    "chunk 4 streaming, all fp16": Export("plain", "streaming", sinks=3, window=7, chunk=4, dtype="fp16"),
-    "two rows, fp16": Export("plain", "streaming", sinks=2, window=4, chunk=3, batch=2, cache_dtype="fp16"),
-}
-# The same in bfloat16.
-BRAIN_EXPORTS = {
-    "chunk 4 native, bf16": Export("plain", "native", sinks=3, window=7, chunk=4, cache_dtype="bf16"),
-    "chunk 4 streaming, bf16": Export("plain", "streaming", sinks=3, window=7, chunk=4, cache_dtype="bf16"),
-    "chunk 4 native, all bf16": Export("plain", "native", sinks=3, window=7, chunk=4, dtype="bf16"),
-    "chunk 4 streaming, all bf16": Export("plain", "streaming", sinks=3, window=7, chunk=4, dtype="bf16"),
-    "two rows, all bf16": Export("plain", "streaming", sinks=2, window=4, chunk=3, batch=2, dtype="bf16"),
+# Caches of 16 bits, and weights, too: each is EXPORTS' of the same name otherwise.
+NARROW_EXPORTS = {
+    f"{name}, {share}{dtype}": dataclasses.replace(EXPORTS[name], **{"dtype" if share else "cache_dtype": dtype})
+    for dtype in ("fp16", "bf16")
+    for share in ("", "all ")
+    for name in ("chunk 4 native", "chunk 4 streaming")
+} | {
+    "two rows, fp16": dataclasses.replace(EXPORTS["two rows"], cache_dtype="fp16"),
+    "two rows, all bf16": dataclasses.replace(EXPORTS["two rows"], dtype="bf16"),
 }
 # Each kind of rope once more with float16 caches.
-HALF_ROPE_EXPORTS = {f"{name}, fp16": dataclasses.replace(export, cache_dtype="fp16") for name, export in ROPE_EXPORTS.items()}
+NARROW_ROPE_EXPORTS = {f"{name}, fp16": dataclasses.replace(export, cache_dtype="fp16") for name, export in ROPE_EXPORTS.items()}
 SINGLE_ROW = tuple(name for name, export in EXPORTS.items() if export.batch == 1)
 
 
@@ -157,7 +151,7 @@ def feed_in_cuts(decoder: Decoder, ids: np.ndarray, cuts: Iterable[int]) -> np.n
 
 
 def export_tiny(name: str, folder: Path) -> TinyBundle:
-    export = {**EXPORTS, **ROPE_EXPORTS, **HALF_EXPORTS, **HALF_ROPE_EXPORTS, **BRAIN_EXPORTS}[name]
+    export = {**EXPORTS, **ROPE_EXPORTS, **NARROW_EXPORTS, **NARROW_ROPE_EXPORTS}[name]
     model = tiny_llama(**MODELS[export.model])
     model.save_pretrained(folder / "model")
     manifest = export_decoder(
