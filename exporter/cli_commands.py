@@ -35,12 +35,17 @@ def export_command(
         str | None,
         typer.Option(help="Numbers in the caches: fp32, or fp16 or bf16 for half the bytes. Default: as --dtype.", show_default=False),
     ] = None,
-    weights: Annotated[str, typer.Option(help="How weights are stored: fp32, int8, int4, or fp8 (for engines, see --target).")] = "fp32",
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="How weights are stored: fp32, int8, int8-rows (fast prompts on a CPU), int4, or fp8 (for engines, see --target)."
+        ),
+    ] = "fp32",
     keep_fp32: Annotated[
         list[str] | None,
         typer.Option(
             metavar="PATTERN",
-            help="With int8, int4 or fp8, weights that stay as they are: 'model.layers.0.*'. May be given again.",
+            help="With weights of 4 or 8 bits, those that stay as they are: 'model.layers.0.*'. May be given again.",
             show_default=False,
         ),
     ] = None,

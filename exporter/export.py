@@ -89,11 +89,11 @@ def export_decoder(
     batch (B): rows of the decode graph. dtype: of the weights and of what flows between them, "fp32", "fp16" or "bf16"; attention, norms,
     angles and logits are float32 in any case. cache_dtype: what keys and values are stored as, by default `dtype`, "fp32" or half the
     bytes: "fp16" at a rounding of 2**-12, "bf16" at 2**-9. targets: which runtimes get graphs, by default all that can run `weights`.
-    weights: how matrices are stored: "fp32" (as `dtype` says), "int8", "int4", "fp8". For the target "onnxruntime", the default of the
-    first two, in blocks of 32 with zero points; for "tensorrt-rtx" and "tensorrt" as DequantizeLinear without zero points, which engines
-    are built from: name `targets` of one kind. block: of int4 for an engine, how many weights share a scale: 32 (the default), 64 or 128,
-    less where the inputs of a matrix are no multiple. keep_fp32: patterns (fnmatch) of the names of weights that stay as they are, such as
-    "model.layers.0.*".
+    weights: how matrices are stored: "fp32" (as `dtype` says), "int8", "int8-rows", "int4", "fp8". For the target "onnxruntime", the
+    default of all but the last, in blocks of 32 with zero points, and "int8-rows" with one scale for each output and products of integers;
+    for "tensorrt-rtx" and "tensorrt" as DequantizeLinear without zero points, which engines are built from: name `targets` of one kind.
+    block: of int4 for an engine, how many weights share a scale: 32 (the default), 64 or 128, less where the inputs of a matrix are no
+    multiple. keep_fp32: patterns (fnmatch) of the names of weights that stay as they are, such as "model.layers.0.*".
     inputs: what a step of the graphs is fed, "tokens" (ids) or "embeddings" (rows float32 [hidden] of the caller's making: see
     Stream.feed_embeddings); by default ids, but for a family whose steps take more than a token.
     progress is called with a line at the start of each stage.
@@ -165,7 +165,7 @@ def export_decoder(
                         embedded=embedded,
                     )
                     tokens = 1 if role == "decode" else chunk
-                    graphs += _save_graphs(part, weights_file, simplify(traced, blocks), role, tokens, chosen, plan)
+                    graphs += _save_graphs(part, weights_file, simplify(traced, blocks, form), role, tokens, chosen, plan)
             say("writing the manifest")
             # What comes now reads the written weights: the model's own would be a second copy in memory.
             del loaded, traced, stored, blocks
@@ -270,7 +270,7 @@ def _find_targets(names: Iterable[str] | None, weights: WeightFormat) -> tuple[l
         # Those of the first form that has the format.
         form: WeightForm = next((form for form, formats in FORMATS.items() if weights in formats), "blocks")
         usual = [target for target in TARGETS.values() if target.by_default]
-        return [target for target in usual if weights == "fp32" or target.weight_form == form], form
+        return [target for target in usual if weights == "fp32" or target.form_of(weights) == form], form
     if isinstance(names, str) or not isinstance(names, Iterable) or not (listed := list(names)):
         raise InputError(f"targets={names!r}: give a list of one or more of {', '.join(TARGETS)}")
     if wrong := [name for name in listed if not isinstance(name, str)]:
@@ -279,16 +279,16 @@ def _find_targets(names: Iterable[str] | None, weights: WeightFormat) -> tuple[l
     if weights == "fp32":
         return found, "blocks"
     for target in found:
-        if target.weight_form is None or weights not in FORMATS[target.weight_form]:
-            able = [other.name for other in TARGETS.values() if other.weight_form is not None and weights in FORMATS[other.weight_form]]
+        if target.form_of(weights) is None:
+            able = [other.name for other in TARGETS.values() if other.form_of(weights) is not None]
             raise UnsupportedError(f"weights={weights!r}: target {target.name} does not run them; use weights fp32, or: {', '.join(able)}")
-    first = found[0]
-    if other := next((target for target in found if target.weight_form != first.weight_form), None):
+    first, read_as = found[0], found[0].form_of(weights)
+    assert read_as is not None, "checked above"
+    if other := next((target for target in found if target.form_of(weights) != read_as), None):
         raise UnsupportedError(
             f"weights={weights!r}: targets {first.name} and {other.name} read them in different forms; export a bundle for each"
         )
-    assert first.weight_form is not None, "checked above"
-    return found, first.weight_form
+    return found, read_as
 
 
 def _check_context(context: int, caches: CachePlan, *, chunk: int, slack: int) -> None:

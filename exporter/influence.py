@@ -33,8 +33,8 @@ _PATTERN = np.random.default_rng(10).standard_normal(1021).astype(np.float32)
 _BLOCK = 1 << 20
 
 
-# Products and look-ups of weights in blocks.
-BLOCK_OPERATORS = ("MatMulNBits", "GatherBlockQuantized", "DequantizeLinear")
+# Products and look-ups of weights of 4 or 8 bits.
+BLOCK_OPERATORS = ("MatMulNBits", "GatherBlockQuantized", "DequantizeLinear", "MatMulIntegerToFloat")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from onnxscript import optimizer
 from onnxscript.rewriter import RewritePass
 from onnxscript.rewriter.rules.fusion import _rms_normalization as rms
 from sinkring.exporter.passes.dequantize_weights import DequantizeWeights
+from sinkring.exporter.passes.integer_products import MultiplyIntegers
 from sinkring.exporter.passes.merge_projections import MergeProjections
 from sinkring.exporter.passes.norm_types import WidenFusedNorms
 from sinkring.exporter.passes.quantize_projections import QuantizeProjections
@@ -20,35 +21,36 @@ from sinkring.exporter.quantize import BlockMatrix
 from sinkring.exporter.quantize_symmetric import SymmetricMatrix
 from sinkring.exporter.targets import Target
 from sinkring.runtime.errors import UnsupportedError
-from sinkring.runtime.manifest import Role
+from sinkring.runtime.manifest import Role, WeightForm
 
 # Constants up to this many bytes are folded; weights are larger and are never touched.
 FOLD_LIMIT_BYTES = 1 << 14
 
 
-def simplify(model: ir.Model, stored: Mapping[str, BlockMatrix | SymmetricMatrix] | None = None) -> ir.Model:
+def simplify(model: ir.Model, stored: Mapping[str, BlockMatrix | SymmetricMatrix] | None = None, form: WeightForm = "blocks") -> ir.Model:
     """Clean-up of a traced graph: weights stored as they are read, constants folded, norms as one node.
 
-    stored: the weights of 4 or 8 bits, by the names of their initializers. With BlockMatrix ones the graph is one for ONNX Runtime only.
+    stored: the weights of 4 or 8 bits, by the names of their initializers. form: that of those that are not BlockMatrix. With BlockMatrix
+    ones, and in the form "rows", the graph is one for ONNX Runtime only.
     """
     stored = stored or {}
     blocks = {name: matrix for name, matrix in stored.items() if isinstance(matrix, BlockMatrix)}
     symmetric = {name: matrix for name, matrix in stored.items() if isinstance(matrix, SymmetricMatrix)}
 
-    def form(weight: str) -> object:
+    def kept_as(weight: str) -> object:
         name = weight.removesuffix(SUFFIX)
         if name in symmetric:
             return symmetric[name].kind, symmetric[name].block
         return blocks[name].bits if name in blocks else None
 
     ir.passes.Sequential(
-        StoreWeightsTransposed(), TiedHeadToGemm(), MergeProjections(form), QuantizeProjections(blocks), QuantizeTable(blocks)
+        StoreWeightsTransposed(), TiedHeadToGemm(), MergeProjections(kept_as), QuantizeProjections(blocks), QuantizeTable(blocks)
     )(model)
     optimizer.optimize_ir(model, input_size_limit=FOLD_LIMIT_BYTES, output_size_limit=FOLD_LIMIT_BYTES)
     RewritePass(rms.rms_normalization_rules)(model)
     ir.passes.Sequential(
         # Behind all that folds constants, which these are.
-        DequantizeWeights(symmetric),
+        MultiplyIntegers(symmetric) if form == "rows" else DequantizeWeights(symmetric),
         WidenFusedNorms(),
         common.CommonSubexpressionEliminationPass(),
         common.RemoveUnusedNodesPass(),

@@ -67,8 +67,11 @@ def _read_matrices(path: Path) -> Iterator[_Stored]:
     """What each quantized node multiplies with or looks up."""
     # Mapped from the weights file, and read where it is needed.
     for node in ir.load(path).graph:
-        if node.op_type == "DequantizeLinear":
+        # In front of a product of integers it is inputs that are dequantized.
+        if node.op_type == "DequantizeLinear" and node.inputs[0] is not None and node.inputs[0].is_initializer():
             yield _read_dequantized(node)
+        if node.op_type == "MatMulIntegerToFloat":
+            yield _read_rows(node)
         if node.op_type not in ("MatMulNBits", "GatherBlockQuantized"):
             continue
         values_at, scales_at, zeros_at = (1, 2, 3) if node.op_type == "MatMulNBits" else (0, 2, 3)
@@ -114,6 +117,15 @@ def _read_dequantized(node: ir.Node) -> _Stored:
     return _Stored([part.removeprefix("model.") for part in stem.split("+")], np.ascontiguousarray(weight), nearest.astype(np.float32))
 
 
+def _read_rows(node: ir.Node) -> _Stored:
+    """The weight of a product of integers, [K,N] with a scale for each of its N columns."""
+    steps = _read(node, 3)[:, None].astype(np.float32)
+    weight = _read(node, 1).T.astype(np.float32) * steps
+    nearest = np.broadcast_to(steps * (0.5 + 1e-4), weight.shape).astype(np.float32)
+    names = _name(node, 1).rsplit(".", 1)[0].split("+")
+    return _Stored([part.removeprefix("model.") for part in names], np.ascontiguousarray(weight), nearest)
+
+
 def _name(node: ir.Node, at: int) -> str:
     value = node.inputs[at]
     assert value is not None, f"{node.name}: the operator asks for input {at}"
@@ -144,7 +156,27 @@ def _unpacked(packed: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 
 def put_exact_products(model: onnx.ModelProto) -> None:
     """Let no quantized product of a graph round its inputs to int8: the same weights, in float32 arithmetic."""
+    for product in [node for node in model.graph.node if node.op_type == "MatMulIntegerToFloat"]:
+        _put_float_product(model, product)
     for node in model.graph.node:
         for attribute in node.attribute if node.op_type == "MatMulNBits" else ():
             if attribute.name == "accuracy_level":
                 attribute.i = 1
+
+
+def _put_float_product(model: onnx.ModelProto, product: onnx.NodeProto) -> None:
+    """The rows that a product of integers was given in two digits, times the dequantized weight, in the place of the digits' sum."""
+    makers = {name: node for node in model.graph.node for name in node.output}
+    source = makers[product.input[0]]
+    while source.op_type != "QuantizeLinear":
+        source = makers[source.input[0]]
+    summed, value = None, product.output[0]
+    while summed is None or summed.op_type != "MatMul":
+        (summed,) = (node for node in model.graph.node if value in node.input)
+        value = summed.output[0]
+    # What the digits were made of: the rows over their steps.
+    weight, rows = f"{product.input[1]}.dequantized", makers[source.input[0]].input[0]
+    at = list(model.graph.node).index(summed)
+    model.graph.node.insert(at, onnx.helper.make_node("DequantizeLinear", [product.input[1], product.input[3]], [weight], axis=1))
+    # [R,N] where the sum of the digits is [R,1,N]: all that reads it is a Reshape.
+    summed.input[0], summed.input[1] = rows, weight

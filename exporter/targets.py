@@ -12,6 +12,7 @@ from sinkring.exporter.passes.lower_heads import LowerToHeadAttention
 from sinkring.exporter.passes.lowering import LowerRingAttention
 from sinkring.exporter.passes.older_operators import OlderOperators
 from sinkring.exporter.tensorrt_operators import TENSORRT_10_OPERATORS
+from sinkring.exporter.weight_formats import FORMATS
 from sinkring.runtime.backends.engine import TURING_TARGET
 from sinkring.runtime.errors import UnsupportedError
 from sinkring.runtime.manifest import PORTABLE_TARGET, Role, Update, WeightForm
@@ -21,8 +22,8 @@ from sinkring.runtime.manifest import PORTABLE_TARGET, Role, Update, WeightForm
 class Target:
     """What one runtime gets. `attention` maps a graph's role to the pass that lowers RingAttention for it.
 
-    weight_form: how weights of 4 or 8 bits are stored for it (see WeightStorage); None if it runs none. update: how its graphs' caches get
-    new rows. passes: what is made of the graph after that; operators: those that its parser takes, None for all of the opset.
+    weight_forms: how weights of 4 or 8 bits may be stored for it (see WeightStorage); none if it runs none. update: how its graphs' caches
+    get new rows. passes: what is made of the graph after that; operators: those that its parser takes, None for all of the opset.
     by_default: whether a bundle has its graphs without being asked. negative_scales: whether it takes weights whose scales are below zero.
     only_float16: it needs float16 weights and caches.
     """
@@ -31,13 +32,17 @@ class Target:
     opset: int
     ir_version: int
     attention: dict[Role, type[LowerRingAttention]]
-    weight_form: WeightForm | None = None
+    weight_forms: tuple[WeightForm, ...] = ()
     update: Update = "in_place"
     passes: tuple[type[ir.passes.InPlacePass], ...] = ()
     operators: frozenset[str] | None = None
     by_default: bool = True
     negative_scales: bool = False
     only_float16: bool = False
+
+    def form_of(self, weights: str) -> WeightForm | None:
+        """The form in which it reads weights of this format; None if it does not."""
+        return next((form for form in self.weight_forms if weights in FORMATS[form]), None)
 
 
 # In TensorRT a prefill chunk is products of matrices either way, and the grouped form is the one that it does not repeat K and V for; at
@@ -46,17 +51,17 @@ class Target:
 TARGETS = {
     target.name: target
     for target in (
-        Target("onnxruntime", 24, 10, {"decode": LowerToHeadAttention, "prefill": LowerToHeadAttention}, weight_form="blocks"),
+        Target("onnxruntime", 24, 10, {"decode": LowerToHeadAttention, "prefill": LowerToHeadAttention}, weight_forms=("blocks", "rows")),
         Target(
             "tensorrt-rtx",
             24,
             10,
             {"decode": LowerToFusedAttention, "prefill": LowerToGroupedAttention},
-            weight_form="qdq",
+            weight_forms=("qdq",),
             negative_scales=True,
         ),
         # The same files: TensorRT from 10.15 on takes these operators, too. Its parser: "Scale coefficients must all be positive".
-        Target("tensorrt", 24, 10, {"decode": LowerToFusedAttention, "prefill": LowerToGroupedAttention}, weight_form="qdq"),
+        Target("tensorrt", 24, 10, {"decode": LowerToFusedAttention, "prefill": LowerToGroupedAttention}, weight_forms=("qdq",)),
         # JetPack 6: no operator that updates an input, and none of an opset beyond 20.
         Target(
             PORTABLE_TARGET,

@@ -5,6 +5,8 @@
 2. The file as it is, against the same oracle: what rounding the inputs of each product to int8 (accuracy level 4) costs.
 3. The same figures against the model's own weights: what a user pays in all. Reported, and not judged.
 
+In the form "rows" inputs are rounded to two digits of 8 bits, where others are rounded to one.
+
 Graphs for engines (form "qdq") dequantize their weights and round no inputs: their proof is the file as it is, and 2. falls away.
 """
 

@@ -2,10 +2,11 @@
 
 For ONNX Runtime (form "blocks") layers take the bits of the format; the embedding and the head take 8 in either, since they are what a
 small model loses most by. Blocks of a GGUF file are taken over as they are wherever the operators can say the same thing; all other weights
-are rounded. For engines (form "qdq") all matrices, the embedding and the head too, take the bits of the format, and all are rounded.
+are rounded. In the form "rows" layers have 8 bits and one scale for each output, and embedding and head are those of "blocks". For engines
+(form "qdq") all matrices, the embedding and the head too, take the bits of the format, and all are rounded.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
@@ -20,9 +21,9 @@ from sinkring.models.source import LoadedModel, resolve_source
 from sinkring.runtime.errors import InputError, UnsupportedError
 from sinkring.runtime.manifest import WeightForm, WeightStorage
 
-WeightFormat = Literal["fp32", "int8", "int4", "fp8"]
+WeightFormat = Literal["fp32", "int8", "int8-rows", "int4", "fp8"]
 # What each form has.
-FORMATS: dict[WeightForm, tuple[str, ...]] = {"blocks": ("int8", "int4"), "qdq": ("int8", "int4", "fp8")}
+FORMATS: dict[WeightForm, tuple[str, ...]] = {"blocks": ("int8", "int4"), "rows": ("int8-rows",), "qdq": ("int8", "int4", "fp8")}
 QDQ_BLOCK = 32
 _LAYER_BITS = {"int8": 8, "int4": 4}
 _TABLE_BITS = 8
@@ -30,11 +31,11 @@ _TABLE_BITS = 8
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """blocks: by parameter name, all of one form. taken_over: names whose blocks are the source file's. kept: names of the matrices left
-    as they are.
+    """blocks: by parameter name, those of layers all of one form. taken_over: names whose blocks are the source file's. kept: names of the
+    matrices left as they are.
     """
 
-    blocks: dict[str, BlockMatrix] | dict[str, SymmetricMatrix]
+    blocks: Mapping[str, BlockMatrix | SymmetricMatrix]
     taken_over: tuple[str, ...]
     kept: tuple[str, ...]
     form: WeightForm = "blocks"
@@ -83,19 +84,23 @@ def choose_weights(
     if form == "qdq":
         return _choose_symmetric(loaded, weights, keep, block or QDQ_BLOCK, beside, either_sign)
     ours = _gguf_blocks(loaded)
-    blocks: dict[str, BlockMatrix] = {}
+    blocks: dict[str, BlockMatrix | SymmetricMatrix] = {}
     taken: list[str] = []
     kept: list[str] = []
     for name, weight, is_table, matched in _to_choose(loaded.model, keep, beside):
-        if matched or weight.shape[1] % BLOCK:
+        in_rows = form == "rows" and not is_table
+        if matched or (weight.shape[1] % BLOCK and not in_rows):
             kept.append(name)
+            continue
+        if in_rows:
+            blocks[name] = quantize_symmetric(weight, "int8", weight.shape[1])
             continue
         bits = _TABLE_BITS if is_table else _LAYER_BITS[weights]
         same = take_over(ours[name], weight, bits, residuals=not is_table) if name in ours else None
         blocks[name] = same or quantize_blocks(weight, bits)
         if same:
             taken.append(name)
-    return StoredWeights(blocks, tuple(taken), tuple(kept))
+    return StoredWeights(blocks, tuple(taken), tuple(kept), form)
 
 
 def _choose_symmetric(

@@ -23,7 +23,7 @@ CONTRACT_KEY = "sinkring.contract"
 
 Policy = Literal["native", "streaming"]
 Role = Literal["decode", "prefill"]
-WeightForm = Literal["blocks", "qdq"]
+WeightForm = Literal["blocks", "rows", "qdq"]
 # How a graph's caches get the new rows of a call. in_place: the graph writes them, its output `updated` is the input `name`. rows: it only
 # reads the caches and gives out the rows, which the runtime writes into their slots once the call is over.
 Update = Literal["in_place", "rows"]
@@ -136,14 +136,15 @@ class Tokenizer:
 @dataclass(frozen=True)
 class WeightStorage:
     """How the matrices are stored. form "blocks", for ONNX Runtime: format "int8" and "int4" are blocks of 32 weights with zero points, of
-    the embedding and the head in 8 bits in both. form "qdq", for engines: DequantizeLinear without zero points in front of each product,
-    "int4" with a scale for each block, "int8" and "fp8" (e4m3) with one for each output.
+    the embedding and the head in 8 bits in both. form "rows", for ONNX Runtime: format "int8-rows" is 8 bits with one scale for each output
+    and products of integers, the embedding and the head as in "blocks". form "qdq", for engines: DequantizeLinear without zero points in
+    front of each product, "int4" with a scale for each block, "int8" and "fp8" (e4m3) with one for each output.
 
     kept_fp32: names of the matrices that are float32 all the same; taken_over: of those that are the source file's own
     blocks, unchanged.
     """
 
-    format: Literal["fp32", "int8", "int4", "fp8"] = "fp32"
+    format: Literal["fp32", "int8", "int8-rows", "int4", "fp8"] = "fp32"
     kept_fp32: tuple[str, ...] = ()
     taken_over: tuple[str, ...] = ()
     form: WeightForm = "blocks"

@@ -209,11 +209,24 @@ def _session(bundle: Path, manifest: Manifest, graph: Graph, threads: int | None
     return open_session(bundle, manifest, graph, graph.cpu_path, options, ["CPUExecutionProvider"])
 
 
+def adds_bytes_in_32_bits() -> bool:
+    """Whether the processor is known to have VNNI: without it, a product of unsigned and signed bytes adds two of them in 16 bits, which
+    overflow. ONNX Runtime has another product for those, slower and exact, and has to be told to use it.
+    """
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    except OSError:
+        return False
+    return not {"avx512_vnni", "avx_vnni"}.isdisjoint(flags)
+
+
 def set_common_options(options: Any) -> None:
     """What every session of a bundle's graphs needs, whatever it is for."""
     options.log_severity_level = _ERRORS_ONLY
     # It rearranges convolutions, of which there are none, and of 1.32 dies with a signal on some float16 graphs.
     options.add_session_config_entry("optimization.disable_specified_optimizers", "NchwcTransformer")
+    if not adds_bytes_in_32_bits():
+        options.add_session_config_entry("session.x64quantprecision", "1")
     # DequantizeLinear of a weight is then computed once, when the session opens. By default it becomes a product that rounds its inputs.
     options.add_session_config_entry("session.disable_quant_qdq", "1")
 

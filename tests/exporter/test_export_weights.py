@@ -58,8 +58,9 @@ def test_a_gguf_is_taken_over_whole(gguf_file: Path, bundle: Path) -> None:
     assert error(bundle, wrong) > 0.3
 
 
-def test_each_row_of_a_batch_is_its_own_whatever_the_others_hold(gguf_file: Path, tmp_path: Path) -> None:
-    export_decoder(gguf_file, tmp_path / "b2", weights="int8", batch=2, **SIZES)
+@pytest.mark.parametrize("weights", ["int8", "int8-rows"])
+def test_each_row_of_a_batch_is_its_own_whatever_the_others_hold(gguf_file: Path, tmp_path: Path, weights: Any) -> None:
+    export_decoder(gguf_file, tmp_path / "b2", weights=weights, batch=2, **SIZES)
     with open_bundle(tmp_path / "b2") as decoder:
         one, two = decoder.stream(), decoder.stream()
         alone = []
@@ -95,7 +96,7 @@ def test_kept_layers_run(gguf_file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "kind", "words"),
     [
-        ({"weights": "int3"}, UnsupportedError, "weights='int3' is not a format; use one of fp32, int8, int4"),
+        ({"weights": "int3"}, UnsupportedError, "weights='int3' is not a format; use one of fp32, int8, int8-rows, int4"),
         ({"weights": "int4", "targets": ["tensorrt-10.3"]}, UnsupportedError, "target tensorrt-10.3 does not run them"),
         ({"keep_fp32": ["model.*"]}, InputError, "with weights fp32, which keeps all"),
         ({"weights": "int4", "keep_fp32": "model.*"}, InputError, "give a list of patterns"),

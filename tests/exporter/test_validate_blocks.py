@@ -67,3 +67,34 @@ def test_stored_weights_that_are_not_the_models_fail(bundle: Path, tmp_path: Pat
 def test_the_suite_says_that_it_knows_no_rounded_inputs(bundle: Path) -> None:
     with pytest.raises(UnsupportedError, match="has weights in int4 for ONNX Runtime"):
         check_conformance(bundle)
+
+
+@pytest.fixture(scope="module")
+def rows_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rows")
+    tiny_llama(vocab=96).save_pretrained(folder / "model")
+    export_decoder(folder / "model", folder / "bundle", sinks=2, window=8, chunk=4, weights="int8-rows")
+    return folder / "bundle"
+
+
+def test_products_of_integers_pass(rows_bundle: Path) -> None:
+    found = validate_bundle(rows_bundle, STEPS)
+    assert found.failures == ()
+    assert (found.weights, Manifest.read(rows_bundle).weights.form) == ("int8-rows", "rows")
+    assert all(control.told_apart for control in found.controls)
+    # The head rounds its inputs to one byte, the layers to two: what is left of the int4 bundle's error is small.
+    assert found.quantized[0].kl_mean < 1e-3
+
+
+@pytest.mark.parametrize("suffix", ["o_proj.weight.values", "up_proj.weight.scales"])
+def test_integers_or_scales_in_anothers_place_fail(rows_bundle: Path, tmp_path: Path, suffix: str) -> None:
+    copy, manifest = tmp_path / "wrong", Manifest.read(rows_bundle)
+    copy_bundle(rows_bundle, manifest, copy)
+
+    def spoil(model: onnx.ModelProto) -> None:
+        tensor = next(tensor for tensor in model.graph.initializer if tensor.name.endswith(suffix))
+        array = numpy_helper.to_array(tensor, base_dir=str(copy))
+        tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(np.roll(array, 1, axis=-1)), tensor.name))
+
+    edit_graph(copy, manifest.graph("decode", "onnxruntime").path, spoil)
+    assert any("int8-rows" in line or "not the nearest" in line for line in validate_bundle(copy, STEPS).failures)

@@ -1,0 +1,115 @@
+"""MatMul with a weight of 8 bits and one scale for each output -> a product of integers, for ONNX Runtime: the form for long prompts.
+
+Processors multiply small integers many times faster than floats (AMX, VNNI), but one byte is too little for an input: a few of its numbers
+are much larger than the rest, and rounding all to 1/127 of the largest costs several percent of perplexity. So each input row is two
+bytes, digits of base 254, and each digit is a row of the product:
+
+    x = s * (q1 + q2 / 254) + rest,  s = max|x| / 127,  |rest| <= s / 508
+
+    y = scale * (s * (q1 . w) + s / 254 * (q2 . w))
+
+The error is that of 15 bits, float32's neighbours see nothing of it, and a row depends on nothing but itself. Both digits are stored above
+128, since the kernels take unsigned inputs and signed weights.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+from sinkring.exporter.passes.insertion import Insertion, replace_value
+from sinkring.exporter.passes.store_in_blocks import CONTRIB
+from sinkring.exporter.passes.transpose_weights import SUFFIX
+from sinkring.exporter.quantize_symmetric import SymmetricMatrix, stack_symmetric
+
+LARGEST = 127.0
+# How many steps of the second digit make one of the first: the rest of the first is at most half a step either way.
+BASE = 254.0
+# Of a row of zeros, which has no largest number.
+_TINY = 1e-30
+
+
+class MultiplyIntegers(ir.passes.InPlacePass):
+    """matrices: of kind int8, by the name of the initializer that holds the float weight; MergeProjections, before, joins names by `+`.
+
+    Must run after all constant folding. Ensures that no initializer is one of them any more.
+    """
+
+    def __init__(self, matrices: Mapping[str, SymmetricMatrix]) -> None:
+        super().__init__()
+        self.matrices = matrices
+
+    def call(self, model: ir.Model) -> ir.passes.PassResult:
+        graph, modified = model.graph, False
+        for name, weight in list(graph.initializers.items()):
+            matrix = self._matrix(name)
+            if matrix is None:
+                continue
+            for user, place in list(weight.uses()):
+                if user.op_type != "MatMul" or place != 1 or not name.endswith(SUFFIX):
+                    raise ir.passes.PreconditionError(f"{user.name}: {user.op_type} reads {name}, which only a product can")
+                _multiply(graph, user, matrix, name.replace(SUFFIX, ""))
+            del graph.initializers[name]
+            modified = True
+        if modified:
+            model.opset_imports[CONTRIB] = 1
+        return ir.passes.PassResult(model, modified=modified)
+
+    def ensures(self, model: ir.Model) -> None:
+        left = [name for name in model.graph.initializers if self._matrix(name) is not None]
+        if left:
+            raise ir.passes.PostconditionError(f"{len(left)} weights that are to be quantized are left, first {left[0]}")
+
+    def _matrix(self, initializer: str) -> SymmetricMatrix | None:
+        names = [name.removesuffix(SUFFIX) for name in initializer.split("+")]
+        found = [self.matrices[name] for name in names if name in self.matrices]
+        return stack_symmetric(found) if len(found) == len(names) else None
+
+
+def _multiply(graph: ir.Graph, node: ir.Node, matrix: SymmetricMatrix, name: str) -> None:
+    into, output = Insertion(graph, node), node.outputs[0]
+    given = node.inputs[0]
+    if given is None or given.shape is None or given.dtype is None:
+        raise ir.passes.PreconditionError(f"{node.name}: the shape and dtype of what {name} is multiplied with are not known")
+    outputs, width = matrix.shape
+    rows = into.op("Reshape", given, into.ints(-1, width))
+    if given.dtype != ir.DataType.FLOAT:
+        rows = into.op("Cast", rows, to=ir.DataType.FLOAT)
+    digits, scales = _digits(into, rows, width)
+    products = into.op_of(
+        CONTRIB,
+        "MatMulIntegerToFloat",
+        digits,
+        into.constant(f"{name}.values", np.ascontiguousarray(matrix.values.T)),
+        into.constant("f32.one", np.array(1, np.float32)),
+        into.constant(f"{name}.scales", matrix.scales[:, 0]),
+        into.constant("u8.middle", np.array(128, np.uint8)),
+    )
+    # [R,1,2] . [R,2,N]: both digits of a row, each with its scale, in one pass.
+    summed = into.op("MatMul", scales, into.op("Reshape", products, into.ints(-1, 2, outputs)))
+    # 0 keeps a length as it is.
+    leading = [size if isinstance(size, int) else 0 for size in list(given.shape)[:-1]]
+    if leading.count(0) > 1:
+        raise ir.passes.PreconditionError(f"{node.name}: more than one length of {given.shape} is not known")
+    product = into.op("Reshape", summed, into.ints(*(size or -1 for size in leading), outputs))
+    if given.dtype != ir.DataType.FLOAT:
+        product = into.op("Cast", product, to=given.dtype)
+    product.shape, product.type = output.shape, output.type
+    into.commit()
+    replace_value(output, product)
+    graph.remove(node, safe=True)
+
+
+def _digits(into: Insertion, rows: ir.Value, width: int) -> tuple[ir.Value, ir.Value]:
+    """float32 [R,K] -> uint8 [2R,K], the two digits of each row under each other, and their scales float32 [R,1,2]."""
+    largest = into.op("ReduceMax", into.op("Abs", rows), into.ints(-1), keepdims=1)
+    largest = into.op("Max", largest, into.constant("f32.tiny", np.array(_TINY, np.float32)))
+    step = into.op("Mul", largest, into.constant("f32.first_step", np.array(1 / LARGEST, np.float32)))
+    one, middle = into.constant("f32.one", np.array(1, np.float32)), into.constant("u8.middle", np.array(128, np.uint8))
+    steps = into.op("Div", rows, step)
+    high = into.op("QuantizeLinear", steps, one, middle)
+    rest = into.op("Sub", steps, into.op("DequantizeLinear", high, one, middle))
+    low = into.op("QuantizeLinear", rest, into.constant("f32.second_step", np.array(1 / BASE, np.float32)), middle)
+    # [R,K] and [R,K] side by side are [2R,K] with the digits of a row under each other.
+    digits = into.op("Reshape", into.op("Concat", high, low, axis=1), into.ints(-1, width))
+    each = into.constant("f32.digits", np.array([[[1, 1 / BASE]]], np.float32))
+    return digits, into.op("Mul", into.op("Unsqueeze", step, into.ints(1)), each)
