@@ -32,10 +32,10 @@ def hugging_face(say: Say) -> Path:
     return _once("hugging-face", make, say)
 
 
-def bundle(weights: str, window: int, say: Say) -> Path:
+def bundle(weights: str, window: int, say: Say, chunk: int = 64) -> Path:
     return _once(
-        f"bundle-{weights}-w{window}",
-        lambda out: export_decoder(SOURCE, out, window=window, weights=weights, progress=say),  # type: ignore[arg-type]
+        f"bundle-{weights}-w{window}-c{chunk}",
+        lambda out: export_decoder(SOURCE, out, window=window, chunk=chunk, weights=weights, progress=say),  # type: ignore[arg-type]
         say,
     )
 
