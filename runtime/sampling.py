@@ -25,6 +25,10 @@ from sinkring.runtime.errors import InputError
 _BLOCK = 128
 # The search for the nucleus' smallest weight halves its range until no more than this many weights are left to sort.
 _SORT_BELOW = 64
+# numpy lists, in 8 bytes each, the places of what it picks out: so that is done only for one in so many weights.
+_FEW = 32
+# Rounding must not take a weight out of the nucleus.
+_BELOW = 1 - 1e-5
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -259,9 +263,17 @@ class Sampler:
         A quickselect by mass: split the range in two, and go on in the half in which the running sum from the top crosses top_p of the
         total. The nucleus itself is never sorted, so a flat distribution costs no more than a peaked one.
         """
-        need = top_p * float(weights.sum(dtype=np.float64))
-        values = self._scratch[: len(weights)]
-        values[:] = weights
+        total = float(weights.sum(dtype=np.float64))
+        need = top_p * total
+        # All weights up to (1 - top_p) / n of the total add up to less than what may be left out: of a peaked distribution nearly all.
+        least = np.float32((1 - top_p) * total / len(weights) * _BELOW)
+        likely = np.greater(weights, least, out=self._mask[: len(weights)])
+        count = int(np.count_nonzero(likely))
+        values = self._scratch[: count if count <= len(weights) // _FEW else len(weights)]
+        if len(values) == count:
+            np.compress(likely, weights, out=values)
+        else:
+            values[:] = weights
         low, high, above = 0, len(values), 0.0
         while high - low > _SORT_BELOW:
             middle = (low + high) // 2

@@ -321,3 +321,17 @@ def test_numpy_scalars_are_numbers_and_are_kept_as_plain_ones() -> None:
     for wrong in ({"top_k": np.float64(3)}, {"seed": np.True_}, {"temperature": np.float32("nan")}, {"top_k": np.int64(-1)}):
         with pytest.raises(InputError, match=f"^{next(iter(wrong))}="):
             SamplingOptions(**wrong)
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.99, 0.9999])
+def test_the_nucleus_of_a_few_likely_tokens_is_that_of_a_sort(top_p: float) -> None:
+    """The likely ones are picked out first; thousands of others, whose sum is near what may be left out, are never looked at again."""
+    rng = np.random.default_rng(9)
+    for likely in (1, 20, 120):
+        logits = rng.standard_normal(4096).astype(np.float32)
+        logits[rng.choice(4096, likely, replace=False)] += np.float32(11)
+        got = Sampler(SamplingOptions(1.0, top_p=top_p), 4096).probabilities(logits)
+        exact = np.exp(logits.astype(np.float64) - logits.max())
+        order = np.argsort(-exact, kind="stable")
+        size = int(np.searchsorted(np.cumsum(exact[order]), top_p * exact.sum())) + 1
+        assert np.flatnonzero(got).tolist() == sorted(order[:size].tolist())
