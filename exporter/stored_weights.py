@@ -44,6 +44,8 @@ def put_stored_weights(network: torch.nn.Module, bundle: Path, manifest: Manifes
     """
     parameters = dict(network.named_parameters(remove_duplicate=False))
     moved: dict[str, Moved] = {}
+    # `network` holds its weights rounded to the bundle's type, and what is stored was chosen from them as they were before.
+    rounding = float(np.finfo(np.float16).eps) if manifest.dtype == "float16" else 0.0
     for stored in _read_matrices(bundle / manifest.graph("decode", manifest.graphs[0].target).path):
         start, matrix = 0, stored.weight
         for name in stored.names:
@@ -53,8 +55,9 @@ def put_stored_weights(network: torch.nn.Module, bundle: Path, manifest: Manifes
                     f"{bundle}: stores {matrix.shape} for {'+'.join(stored.names)}, which the model does not have; export again"
                 )
             rows = slice(start, start + len(weight))
-            off = (torch.from_numpy(matrix[rows]) - weight).numpy()
-            beyond = 0.0 if stored.nearest is None else float(np.mean(np.abs(off) > stored.nearest[rows]))
+            off, beyond = (torch.from_numpy(matrix[rows]) - weight).numpy(), 0.0
+            if stored.nearest is not None:
+                beyond = float(np.mean(np.abs(off) > stored.nearest[rows] + rounding * np.abs(matrix[rows])))
             found = Moved(float(np.linalg.norm(off) / max(float(weight.norm()), 1e-30)), beyond)
             weight.data.copy_(torch.from_numpy(matrix[rows]))
             # A tied one may be read twice, and is itself by then.

@@ -1,4 +1,4 @@
-"""MatMul with a weight of 8 bits and one scale for each output -> a product of integers, for ONNX Runtime: the form for long prompts.
+"""A product with a weight of 8 bits and one scale for each output -> a product of integers, for ONNX Runtime: the form for long prompts.
 
 Processors multiply small integers many times faster than floats (AMX, VNNI), but one byte is too little for an input: a few of its numbers
 are much larger than the rest, and rounding all to 1/127 of the largest costs several percent of perplexity. So each input row is two
@@ -45,7 +45,7 @@ class MultiplyIntegers(ir.passes.InPlacePass):
             if matrix is None:
                 continue
             for user, place in list(weight.uses()):
-                if user.op_type != "MatMul" or place != 1 or not name.endswith(SUFFIX):
+                if place != 1 or not _is_product(user, transposed=name.endswith(SUFFIX)):
                     raise ir.passes.PreconditionError(f"{user.name}: {user.op_type} reads {name}, which only a product can")
                 _multiply(graph, user, matrix, name.replace(SUFFIX, ""))
             del graph.initializers[name]
@@ -63,6 +63,14 @@ class MultiplyIntegers(ir.passes.InPlacePass):
         names = [name.removesuffix(SUFFIX) for name in initializer.split("+")]
         found = [self.matrices[name] for name in names if name in self.matrices]
         return stack_symmetric(found) if len(found) == len(names) else None
+
+
+def _is_product(node: ir.Node, transposed: bool) -> bool:
+    """Whether it is x . w with w [K,N] `transposed`, or, of two dimensions, the Gemm x . w^T with w [N,K] and perhaps a bias."""
+    if node.op_type == "MatMul":
+        return transposed
+    plain = all(node.attributes.get_float(factor, 1.0) == 1 for factor in ("alpha", "beta")) and not node.attributes.get_int("transA", 0)
+    return node.op_type == "Gemm" and plain and bool(node.attributes.get_int("transB", 0)) != transposed
 
 
 def _multiply(graph: ir.Graph, node: ir.Node, matrix: SymmetricMatrix, name: str) -> None:
@@ -93,6 +101,9 @@ def _multiply(graph: ir.Graph, node: ir.Node, matrix: SymmetricMatrix, name: str
     product = into.op("Reshape", summed, into.ints(*(size or -1 for size in leading), outputs))
     if given.dtype != ir.DataType.FLOAT:
         product = into.op("Cast", product, to=given.dtype)
+    bias = node.inputs[2] if len(node.inputs) > 2 else None
+    if bias is not None:
+        product = into.op("Add", product, bias)
     product.shape, product.type = output.shape, output.type
     into.commit()
     replace_value(output, product)

@@ -38,6 +38,10 @@ class QuantizeProjections(StoreInBlocks):
     def replace(self, graph: ir.Graph, node: ir.Node, name: str, matrix: BlockMatrix) -> None:
         into = Insertion(graph, node)
         inputs, output = node.inputs[0], node.outputs[0]
+        narrow = output.dtype not in (None, ir.DataType.FLOAT)
+        if narrow and inputs is not None:
+            shape, inputs = inputs.shape, into.op("Cast", inputs, to=ir.DataType.FLOAT)
+            inputs.shape = shape
         rows, width = matrix.shape
         # Of the blocks, which lie as the model has the weight.
         name = name.replace(SUFFIX, "")
@@ -54,10 +58,12 @@ class QuantizeProjections(StoreInBlocks):
             block_size=BLOCK,
             accuracy_level=ACCURACY_LEVEL,
         )
-        product.shape, product.type = output.shape, output.type
+        product.shape = output.shape
         if matrix.residuals is not None:
             product = _add_residuals(into, name, matrix.residuals, inputs, product)
-            product.shape, product.type = output.shape, output.type
+        if narrow:
+            product = into.op("Cast", product, to=output.dtype)
+        product.shape, product.type = output.shape, output.type
         into.commit()
         replace_value(output, product)
         graph.remove(node, safe=True)

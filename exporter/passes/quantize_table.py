@@ -34,6 +34,8 @@ class QuantizeTable(StoreInBlocks):
             gather_axis=0,
             quantize_axis=1,
         )
+        if output.dtype not in (None, ir.DataType.FLOAT):
+            rows = into.op("Cast", rows, to=output.dtype)
         rows.shape, rows.type = output.shape, output.type
         into.commit()
         replace_value(output, rows)

@@ -100,6 +100,40 @@ def test_float16_goes_in_and_out() -> None:
     assert np.abs(found - right).max() <= 1e-3 * np.abs(right).max()
 
 
+def gemm(weight: SymmetricMatrix, stored_transposed: bool = False, **attributes: float) -> ir.Model:
+    """y = x . w^T + bias of two dimensions, as a layer is traced whose tokens are one list: a router, an expert that all share."""
+    outputs = weight.shape[0]
+    x = ir.Value(name="x", shape=ir.Shape(["T", K]), type=ir.TensorType(ir.DataType.FLOAT))
+    name, shape = ("q.transposed", (K, outputs)) if stored_transposed else ("q", (outputs, K))
+    w = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(ir.DataType.FLOAT))
+    w.const_value = ir.tensor(np.zeros(shape, np.float32), name=name)
+    bias = ir.Value(name="bias", shape=ir.Shape([outputs]), type=ir.TensorType(ir.DataType.FLOAT))
+    bias.const_value = ir.tensor(np.arange(outputs, dtype=np.float32), name="bias")
+    node = ir.node("Gemm", [x, w, bias], {"transB": int(not stored_transposed), **attributes})
+    node.outputs[0].name, node.outputs[0].shape, node.outputs[0].type = "y", ir.Shape(["T", outputs]), x.type
+    graph = ir.Graph([x], [node.outputs[0]], nodes=[node], initializers=[w, bias], opset_imports={"": 24}, name="product")
+    model = ir.Model(graph, ir_version=10)
+    MultiplyIntegers({"q": weight}).call(model)
+    return model
+
+
+@pytest.mark.parametrize("stored_transposed", [False, True])
+def test_a_gemm_keeps_its_bias(stored_transposed: bool) -> None:
+    x, weight = RNG.normal(size=(5, K)).astype(np.float32), matrix(24)
+    model = gemm(weight, stored_transposed)
+    found, right = session(model).run(None, {"x": x})[0], expected(x, {"q": weight})
+    assert (np.abs(found - right - np.arange(24)) <= bound(x, {"q": weight}) + 24e-6).all()
+    exact = ir.to_proto(model)
+    put_exact_products(exact)
+    found = session(ir.from_proto(exact)).run(None, {"x": x})[0]
+    assert (np.abs(found - right - np.arange(24)) <= np.abs(x) @ _columns({"q": weight}) * 1e-6 + 24e-6).all()
+
+
+def test_a_gemm_that_scales_is_refused() -> None:
+    with pytest.raises(ir.passes.PreconditionError, match="Gemm reads q"):
+        gemm(matrix(24), alpha=0.5)
+
+
 def test_put_exact_products_leaves_float32s_rounding() -> None:
     x, weights = ROWS["one number far above the rest"].astype(np.float32), {"q": matrix(24), "k": matrix(8)}
     model = ir.to_proto(product(weights))

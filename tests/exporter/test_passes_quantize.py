@@ -104,6 +104,27 @@ def test_a_tied_table_is_looked_up_and_multiplied_with(bits: int) -> None:
     assert len(stored) == 3
 
 
+@pytest.mark.parametrize("residuals", [False, True])
+def test_a_float16_product_is_one_of_float32(residuals: bool) -> None:
+    matrix, x = blocks(N, 4, residuals), inputs()
+    model = parse(PRODUCT.replace("float[", "float16["), {"w.transposed": matrix.dequantized().T.astype(np.float16)})
+    QuantizeProjections({"w": matrix})(model)
+    expected = x @ matrix.dequantized().T
+    (found,) = run(model, {"x": x.astype(np.float16)})
+    assert found.dtype == np.float16
+    np.testing.assert_allclose(found, expected, rtol=2.0**-11, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_float16_table_is_looked_up_in_float16() -> None:
+    matrix, x, ids = blocks(V, 8), inputs()[0], np.array([[9, 0], [3, 9]])
+    model = parse(TIED.replace("float[", "float16["), {"table": matrix.dequantized().astype(np.float16)})
+    for apply in (QuantizeProjections({"table": matrix}), QuantizeTable({"table": matrix})):
+        apply(model)
+    logits, rows = run(model, {"x": x.astype(np.float16) / 64, "ids": ids})
+    assert logits.dtype == rows.dtype == np.float16
+    np.testing.assert_array_equal(rows, matrix.dequantized()[ids].astype(np.float16))
+
+
 def test_what_is_not_quantized_is_left_alone() -> None:
     model = parse(PRODUCT, {"w.transposed": RNG.standard_normal((K, N)).astype(np.float32)})
     QuantizeProjections({"other": blocks(N, 4)})(model)

@@ -14,6 +14,7 @@ from sinkring.runtime.errors import UnsupportedError
 from sinkring.runtime.manifest import Manifest
 
 from tests.models.tiny import tiny_llama
+from tests.models.tiny_families import tiny_model
 from tests.models.write_gguf import write_gguf
 
 STEPS = 40
@@ -83,6 +84,21 @@ def test_products_of_integers_pass(rows_bundle: Path) -> None:
     assert (found.weights, Manifest.read(rows_bundle).weights.form) == ("int8-rows", "rows")
     assert all(control.told_apart for control in found.controls)
     # The head rounds its inputs to one byte, the layers to two: what is left of the int4 bundle's error is small.
+    assert found.quantized[0].kl_mean < 1e-3
+
+
+def test_products_of_integers_with_biases_and_an_expert_that_all_share(tmp_path: Path) -> None:
+    """Its products are of two dimensions. In float16, where the model's weights are rounded after those to store were chosen."""
+    tiny_model("qwen2_moe", num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    export_decoder(tmp_path / "model", tmp_path / "bundle", sinks=2, window=8, chunk=4, dtype="fp16", weights="int8-rows")
+    names = "+".join(
+        value.name for value in onnx.load(tmp_path / "bundle" / "decode.heads.onnx", load_external_data=False).graph.initializer
+    )
+    assert "self_attn.q_proj.bias" in names
+    assert "shared_expert.up_proj.weight.values" in names
+    found = validate_bundle(tmp_path / "bundle", STEPS)
+    assert found.failures == ()
+    assert all(control.told_apart for control in found.controls)
     assert found.quantized[0].kl_mean < 1e-3
 
 
