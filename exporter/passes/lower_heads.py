@@ -4,8 +4,8 @@ Each head is a product of its own over a ring that its group shares by broadcast
 Runtime reads the ring where it lies. For several rows together, as in the grouped form, it first packs a copy of it. The sinks' scores take
 the place of the first S columns by one more TensorScatter: one pass over the scores, where cutting and joining them are two.
 
-A graph for chunks reads no more of a ring than has been reached, as long as that is not the whole: a prompt is half as long as its window
-on average. The part is a copy, which at T = 1 costs as much as it saves, so the decode graph reads all of it.
+A graph for chunks reads no more of a ring than has been reached, as long as that is not the whole: while a prompt is read, half of it on
+average. The part is a copy, so a full ring is read where it lies. The decode graph, whose rows are of all ages, always reads all of it.
 """
 
 from functools import partial
