@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sinkring.exporter.cli_output import print_facts, print_table
+from sinkring.exporter.cli_weights import describe_weights
 from sinkring.exporter.engine_summary import EngineSummary
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def print_inspection(found: "Inspection") -> None:
             "batch, chunk": f"B={manifest.batch}, {manifest.chunk} tokens",
             "a step is fed": f"{manifest.input_name}, {manifest.input_dtype}",
             "positions": _positions(found),
-            "weights": f"{model.weight_bytes:,} bytes, {manifest.dtype}",
+            "weights": describe_weights(manifest),
             "cache": f"{found.cache_bytes:,} bytes at every age, {manifest.cache_dtype}",
             "tokenizer": _tokenizer(found),
             "files": f"{len(manifest.files)}, each with the bytes and sha256 of the manifest",

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 def describe_weights(manifest: "Manifest") -> str:
     stored = manifest.weights
-    said = f"{manifest.model.weight_bytes:,} bytes, {stored.format}"
+    said = f"{manifest.model.weight_bytes:,} bytes, {manifest.dtype if stored.format == 'fp32' else stored.format}"
     if stored.taken_over:
         said += f", {len(stored.taken_over)} matrices taken over from the source as they are"
     return said + (f", {len(stored.kept_fp32)} kept in fp32" if stored.kept_fp32 else "")

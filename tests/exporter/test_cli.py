@@ -138,6 +138,12 @@ def test_inspect_shows_geometry_bytes_and_operators(speaking_bundle: Path) -> No
     assert "streaming" in words
 
 
+def test_inspect_says_how_weights_are_stored(tiny_model: Path, tmp_path: Path) -> None:
+    for weights, words in (("int8-rows", "bytes, int8-rows"), ("fp32", "bytes, float32")):
+        assert invoke("export", tiny_model, "--out", tmp_path / weights, "--weights", weights, "--window", 8, "--chunk", 4).status == 0
+        assert words in invoke("inspect", tmp_path / weights).out
+
+
 def test_inspect_json_has_the_whole_state_registry(speaking_bundle: Path) -> None:
     ended = invoke("inspect", speaking_bundle, "--json")
     found = json.loads(ended.out)
