@@ -38,7 +38,9 @@ class QuantizeProjections(StoreInBlocks):
     def replace(self, graph: ir.Graph, node: ir.Node, name: str, matrix: BlockMatrix) -> None:
         into = Insertion(graph, node)
         inputs, output = node.inputs[0], node.outputs[0]
-        narrow = output.dtype not in (None, ir.DataType.FLOAT)
+        # Of both factors, and the weight's is always known: what earlier passes put in has no type yet.
+        dtype = node.inputs[1].dtype if node.inputs[1] is not None else None
+        narrow = dtype not in (None, ir.DataType.FLOAT)
         if narrow and inputs is not None:
             shape, inputs = inputs.shape, into.op("Cast", inputs, to=ir.DataType.FLOAT)
             inputs.shape = shape
@@ -62,7 +64,7 @@ class QuantizeProjections(StoreInBlocks):
         if matrix.residuals is not None:
             product = _add_residuals(into, name, matrix.residuals, inputs, product)
         if narrow:
-            product = into.op("Cast", product, to=output.dtype)
+            product = into.op("Cast", product, to=dtype)
         product.shape, product.type = output.shape, output.type
         into.commit()
         replace_value(output, product)

@@ -34,8 +34,9 @@ class QuantizeTable(StoreInBlocks):
             gather_axis=0,
             quantize_axis=1,
         )
-        if output.dtype not in (None, ir.DataType.FLOAT):
-            rows = into.op("Cast", rows, to=output.dtype)
+        table = node.inputs[0]
+        if table is not None and table.dtype not in (None, ir.DataType.FLOAT):
+            rows = into.op("Cast", rows, to=table.dtype)
         rows.shape, rows.type = output.shape, output.type
         into.commit()
         replace_value(output, rows)

@@ -115,6 +115,18 @@ def test_a_float16_product_is_one_of_float32(residuals: bool) -> None:
     np.testing.assert_allclose(found, expected, rtol=2.0**-11, atol=1e-5 * np.abs(expected).max())
 
 
+def test_merged_float16_products() -> None:
+    weights, x = {name: blocks(N, 4) for name in ("w", "w2", "w3")}, inputs()
+    floats = {f"{name}.transposed": matrix.dequantized().T.astype(np.float16) for name, matrix in weights.items()}
+    model = parse(THREE.replace("float[", "float16["), floats)
+    MergeProjections()(model)
+    QuantizeProjections(weights)(model)
+    for got, matrix in zip(run(model, {"x": x.astype(np.float16)}), weights.values(), strict=True):
+        expected = x @ matrix.dequantized().T
+        assert got.dtype == np.float16
+        np.testing.assert_allclose(got, expected, rtol=2.0**-11, atol=1e-5 * np.abs(expected).max())
+
+
 def test_a_float16_table_is_looked_up_in_float16() -> None:
     matrix, x, ids = blocks(V, 8), inputs()[0], np.array([[9, 0], [3, 9]])
     model = parse(TIED.replace("float[", "float16["), {"table": matrix.dequantized().astype(np.float16)})
