@@ -88,7 +88,7 @@ def test_products_of_integers_pass(rows_bundle: Path) -> None:
 
 
 def test_products_of_integers_with_biases_and_an_expert_that_all_share(tmp_path: Path) -> None:
-    """Its products are of two dimensions. In float16, with one table for both ends, where the model's weights are rounded after those to store were chosen."""
+    """Its products are of two dimensions; one table for both ends. In float16 weights are rounded after those to store were chosen."""
     tiny_model("qwen2_moe", num_hidden_layers=1, tie_word_embeddings=True).save_pretrained(tmp_path / "model")
     export_decoder(tmp_path / "model", tmp_path / "bundle", sinks=2, window=8, chunk=4, dtype="fp16", weights="int8-rows")
     names = "+".join(
