@@ -112,8 +112,11 @@ def _multiply(graph: ir.Graph, node: ir.Node, matrix: SymmetricMatrix, name: str
 
 def _digits(into: Insertion, rows: ir.Value, width: int) -> tuple[ir.Value, ir.Value]:
     """float32 [R,K] -> uint8 [2R,K], the two digits of each row under each other, and their scales float32 [R,1,2]."""
-    largest = into.op("ReduceMax", into.op("Abs", rows), into.ints(-1), keepdims=1)
-    largest = into.op("Max", largest, into.constant("f32.tiny", np.array(_TINY, np.float32)))
+    sizes = into.op("Abs", rows)
+    largest = into.op("ReduceMax", sizes, into.ints(-1), keepdims=1)
+    # The mean, never above it, is there for the sake of NaN: ONNX Runtime's ReduceMax passes over one, and integers cannot be it.
+    mean = into.op("ReduceMean", sizes, into.ints(-1), keepdims=1)
+    largest = into.op("Max", largest, mean, into.constant("f32.tiny", np.array(_TINY, np.float32)))
     step = into.op("Mul", largest, into.constant("f32.first_step", np.array(1 / LARGEST, np.float32)))
     one, middle = into.constant("f32.one", np.array(1, np.float32)), into.constant("u8.middle", np.array(128, np.uint8))
     steps = into.op("Div", rows, step)

@@ -85,6 +85,16 @@ def test_a_row_depends_on_itself_alone() -> None:
         assert np.array_equal(run.run(None, {"x": x[:, row : row + 1]})[0][0, 0], together[0, row])
 
 
+@pytest.mark.parametrize("place", [0, 5, K - 1])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_so_and_in_its_row(bad: float, place: int) -> None:
+    run, x = session(product({"q": matrix(24)})), RNG.normal(size=(1, 3, K)).astype(np.float32)
+    x[0, 1, place] = bad
+    finite = np.isfinite(run.run(None, {"x": x})[0])
+    assert finite[0, [0, 2]].all()
+    assert not finite[0, 1].any()
+
+
 def test_several_rows_of_a_batch() -> None:
     x, weights = RNG.normal(size=(3, 2, K)).astype(np.float32), {"q": matrix(24)}
     found = session(product(weights, batch=3)).run(None, {"x": x})[0]
