@@ -7,7 +7,6 @@ every step. It does fuse one scale for all. So the node has the median of the sc
 each output's own scale over the median (near 1, so that no float16 in between overflows or vanishes); so is each row that is looked up.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import ml_dtypes
@@ -15,69 +14,38 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 from sinkring.exporter.passes.insertion import Insertion, replace_value
-from sinkring.exporter.passes.transpose_weights import SUFFIX
-from sinkring.exporter.quantize_symmetric import SymmetricMatrix, stack_symmetric
+from sinkring.exporter.passes.store_symmetric import StoreSymmetric
+from sinkring.exporter.quantize_symmetric import SymmetricMatrix
 
 VALUES, SCALES, RATIOS = ".values", ".scales", ".ratios"
 
 
-class DequantizeWeights(ir.passes.InPlacePass):
-    """matrices: by the name of the initializer that holds the float weight; MergeProjections, which runs before, joins names by `+`.
+class DequantizeWeights(StoreSymmetric):
+    """See StoreSymmetric."""
 
-    Must run after all constant folding. Ensures that no initializer is one of them any more.
-    """
-
-    def __init__(self, matrices: Mapping[str, SymmetricMatrix]) -> None:
-        super().__init__()
-        self.matrices = matrices
-
-    def call(self, model: ir.Model) -> ir.passes.PassResult:
-        graph, modified = model.graph, False
-        for name, weight in list(graph.initializers.items()):
-            matrix = self._matrix(name)
-            if matrix is None or not weight.uses():
-                continue
-            transposed = name.endswith(SUFFIX)
-            _dequantize(graph, weight, matrix, name.replace(SUFFIX, ""), transposed)
-            del graph.initializers[name]
-            modified = True
-        return ir.passes.PassResult(model, modified=modified)
-
-    def ensures(self, model: ir.Model) -> None:
-        left = [name for name in model.graph.initializers if self._matrix(name) is not None]
-        if left:
-            raise ir.passes.PostconditionError(f"{len(left)} weights that are to be quantized are left, first {left[0]}")
-
-    def _matrix(self, initializer: str) -> SymmetricMatrix | None:
-        names = [name.removesuffix(SUFFIX) for name in initializer.split("+")]
-        found = [self.matrices[name] for name in names if name in self.matrices]
-        return stack_symmetric(found) if len(found) == len(names) else None
-
-
-def _dequantize(graph: ir.Graph, weight: ir.Value, matrix: SymmetricMatrix, name: str, transposed: bool) -> None:
-    """Let all that reads `weight`, [N,K] or `transposed` [K,N], read it dequantized."""
-    users = [user for user, _ in weight.uses()]
-    dtype = _numpy(weight)
-    into = Insertion(graph, min(users, key=list(graph).index))
-    values = into.constant(name + VALUES, np.ascontiguousarray(matrix.values.T) if transposed else matrix.values)
-    by_row = matrix.kind != "int4"
-    if not by_row:
-        scales = matrix.scales.T if transposed else matrix.scales
-        dequantized = into.op(
-            "DequantizeLinear",
-            values,
-            into.constant(name + SCALES, np.ascontiguousarray(scales.astype(dtype))),
-            axis=0 if transposed else 1,
-            block_size=matrix.block,
-        )
-    else:
-        one, ratios = _one_and_ratios(matrix.scales[:, 0], dtype)
-        dequantized = into.op("DequantizeLinear", values, into.constant(name + SCALES, one))
-    dequantized.shape, dequantized.type = weight.shape, weight.type
-    into.commit()
-    ir.convenience.replace_all_uses_with(weight, dequantized)
-    for user in users if by_row and np.any(ratios != 1) else ():
-        _multiply_with_ratios(graph, user, dequantized, name + RATIOS, ratios)
+    def replace(self, graph: ir.Graph, weight: ir.Value, matrix: SymmetricMatrix, name: str, transposed: bool) -> None:
+        users = [user for user, _ in weight.uses()]
+        dtype = _numpy(weight)
+        into = Insertion(graph, min(users, key=list(graph).index))
+        values = into.constant(name + VALUES, np.ascontiguousarray(matrix.values.T) if transposed else matrix.values)
+        by_row = matrix.kind != "int4"
+        if not by_row:
+            scales = matrix.scales.T if transposed else matrix.scales
+            dequantized = into.op(
+                "DequantizeLinear",
+                values,
+                into.constant(name + SCALES, np.ascontiguousarray(scales.astype(dtype))),
+                axis=0 if transposed else 1,
+                block_size=matrix.block,
+            )
+        else:
+            one, ratios = _one_and_ratios(matrix.scales[:, 0], dtype)
+            dequantized = into.op("DequantizeLinear", values, into.constant(name + SCALES, one))
+        dequantized.shape, dequantized.type = weight.shape, weight.type
+        into.commit()
+        ir.convenience.replace_all_uses_with(weight, dequantized)
+        for user in users if by_row and np.any(ratios != 1) else ():
+            _multiply_with_ratios(graph, user, dequantized, name + RATIOS, ratios)
 
 
 def _one_and_ratios(scales: NDArray[np.float32], dtype: Any) -> tuple[NDArray, NDArray]:

@@ -12,14 +12,12 @@ The error is that of 15 bits, float32's neighbours see nothing of it, and a row 
 128, since the kernels take unsigned inputs and signed weights.
 """
 
-from collections.abc import Mapping
-
 import numpy as np
 import onnx_ir as ir
 from sinkring.exporter.passes.insertion import Insertion, replace_value
 from sinkring.exporter.passes.store_in_blocks import CONTRIB
-from sinkring.exporter.passes.transpose_weights import SUFFIX
-from sinkring.exporter.quantize_symmetric import SymmetricMatrix, stack_symmetric
+from sinkring.exporter.passes.store_symmetric import StoreSymmetric
+from sinkring.exporter.quantize_symmetric import SymmetricMatrix
 
 LARGEST = 127.0
 # How many steps of the second digit make one of the first: the rest of the first is at most half a step either way.
@@ -28,41 +26,20 @@ BASE = 254.0
 _TINY = 1e-30
 
 
-class MultiplyIntegers(ir.passes.InPlacePass):
-    """matrices: of kind int8, by the name of the initializer that holds the float weight; MergeProjections, before, joins names by `+`.
+class MultiplyIntegers(StoreSymmetric):
+    """Of matrices of kind int8 (see StoreSymmetric)."""
 
-    Must run after all constant folding. Ensures that no initializer is one of them any more.
-    """
-
-    def __init__(self, matrices: Mapping[str, SymmetricMatrix]) -> None:
-        super().__init__()
-        self.matrices = matrices
+    def replace(self, graph: ir.Graph, weight: ir.Value, matrix: SymmetricMatrix, name: str, transposed: bool) -> None:
+        for user, place in list(weight.uses()):
+            if place != 1 or not _is_product(user, transposed):
+                raise ir.passes.PreconditionError(f"{user.name}: {user.op_type} reads {weight.name}, which only a product can")
+            _multiply(graph, user, matrix, name)
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
-        graph, modified = model.graph, False
-        for name, weight in list(graph.initializers.items()):
-            matrix = self._matrix(name)
-            if matrix is None:
-                continue
-            for user, place in list(weight.uses()):
-                if place != 1 or not _is_product(user, transposed=name.endswith(SUFFIX)):
-                    raise ir.passes.PreconditionError(f"{user.name}: {user.op_type} reads {name}, which only a product can")
-                _multiply(graph, user, matrix, name.replace(SUFFIX, ""))
-            del graph.initializers[name]
-            modified = True
-        if modified:
+        result = super().call(model)
+        if result.modified:
             model.opset_imports[CONTRIB] = 1
-        return ir.passes.PassResult(model, modified=modified)
-
-    def ensures(self, model: ir.Model) -> None:
-        left = [name for name in model.graph.initializers if self._matrix(name) is not None]
-        if left:
-            raise ir.passes.PostconditionError(f"{len(left)} weights that are to be quantized are left, first {left[0]}")
-
-    def _matrix(self, initializer: str) -> SymmetricMatrix | None:
-        names = [name.removesuffix(SUFFIX) for name in initializer.split("+")]
-        found = [self.matrices[name] for name in names if name in self.matrices]
-        return stack_symmetric(found) if len(found) == len(names) else None
+        return result
 
 
 def _is_product(node: ir.Node, transposed: bool) -> bool:
