@@ -18,7 +18,7 @@ import onnx_ir as ir
 from sinkring.exporter.node import RingAttentionAttributes
 from sinkring.exporter.passes.insertion import Insertion
 
-# Finite, so that adding a score cannot make a NaN; exp of it is exactly 0 next to any real score.
+# Finite, so that adding a score cannot make a NaN; its share of a softmax is exactly 0 next to any real score.
 MASKED = -1e30
 READ_STEPS = (64, 16, 4, 1)  # slots
 NEVER = np.iinfo(np.int64).max  # a position no stream reaches

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sinkring.runtime.backends.denormals import DenormalsAsZero
 from sinkring.runtime.backends.host_rows import HostRows
 from sinkring.runtime.bfloat16 import element_type, to_host
 from sinkring.runtime.contract import Tensors, check_contract, check_tensors, expected_tensors
@@ -91,16 +92,17 @@ class OnnxRuntimeBackend:
         self._chunk_position = np.zeros(1, np.int64)
         self._chunk_write_index = tuple(np.zeros(1, np.int64) for _ in manifest.rings)
         self._chunk_logits = np.zeros((manifest.chunk, vocab), np.float32)
+        self._denormals = DenormalsAsZero()
         self._decode_binding = self._bind_decode()
         self._prefill_bindings = [self._bind_prefill(row) for row in range(batch)]
 
     def decode(self, idle: Sequence[int] = ()) -> None:
         if self._decode_rows is not None:
-            self._decode.run_with_iobinding(self._decode_binding)
+            self._run(self._decode, self._decode_binding)
             self._decode_rows.write_step(self.write_index, idle)
             return
         if not idle:
-            self._decode.run_with_iobinding(self._decode_binding)
+            self._run(self._decode, self._decode_binding)
             return
         # The graph steps every row: an idle one writes the one slot of its write index, so only that has to be put back.
         rows = np.array(idle, np.int64)
@@ -111,7 +113,7 @@ class OnnxRuntimeBackend:
             where = (rows, slice(None), self.write_index[state.ring][rows])
             kept.append((self._states[state.name], where, self._states[state.name][where]))
         try:
-            self._decode.run_with_iobinding(self._decode_binding)
+            self._run(self._decode, self._decode_binding)
         finally:
             for array, where, before in kept:
                 array[where] = before
@@ -132,11 +134,11 @@ class OnnxRuntimeBackend:
         _bind_input(binding, "rows", self._chunk_rows, (wanted,))
         _bind_output(binding, "logits", self._chunk_logits, (1, wanted, self._chunk_logits.shape[1]))
         if self._prefill_rows is None:
-            self._prefill.run_with_iobinding(binding)
+            self._run(self._prefill, binding)
             return self._chunk_logits[:wanted]
         for name, array in self._prefill_rows.of_chunk(count).items():
             _bind_output(binding, name, array)
-        self._prefill.run_with_iobinding(binding)
+        self._run(self._prefill, binding)
         self._prefill_rows.write_chunk(row, count, write_index)
         return self._chunk_logits[:wanted]
 
@@ -157,6 +159,10 @@ class OnnxRuntimeBackend:
     def close(self) -> None:
         del self._decode_binding, self._prefill_bindings, self._decode, self._prefill
         self._states.clear()
+
+    def _run(self, session: Any, binding: Any) -> None:
+        with self._denormals:
+            session.run_with_iobinding(binding)
 
     def _row(self, state: StateTensor, row: int) -> np.ndarray:
         """View of one row of a state tensor, the batch axis kept with length 1."""
@@ -234,9 +240,12 @@ def set_common_options(options: Any) -> None:
 def open_session(bundle: Path, manifest: Manifest, graph: Graph, path: str, options: Any, providers: list[Any]) -> Any:
     """An InferenceSession of the file of a graph that is what the manifest says. Raises BundleError."""
     set_common_options(options)
+    # Of the threads that the session starts, and with the first session of a process also of the one that opens it.
+    options.add_session_config_entry("session.set_denormal_as_zero", "1")
     where = str(bundle / path)
     try:
-        session = ort.InferenceSession(where, options, providers=providers)
+        with DenormalsAsZero():
+            session = ort.InferenceSession(where, options, providers=providers)
     except Exception as error:  # onnxruntime raises classes of its own for each status code
         raise BundleError(
             f"{where}: onnxruntime {ort.__version__} cannot load it ({' '.join(str(error).split())}); export again"
