@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from sinkring.runtime.backends.denormals import DenormalsAsZero
 from sinkring.runtime.backends.host_rows import HostRows
+from sinkring.runtime.backends.huge_pages import mapped, use_huge_pages
 from sinkring.runtime.bfloat16 import element_type, to_host
 from sinkring.runtime.contract import Tensors, check_contract, check_tensors, expected_tensors
 from sinkring.runtime.errors import BundleError, DependencyError, InputError
@@ -67,6 +68,7 @@ class OnnxRuntimeBackend:
         if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= _MOST_THREADS):
             raise InputError(f"threads={threads!r}: must be a whole number, 1 to {_MOST_THREADS}")
         self._manifest, self.device = manifest, device
+        before = mapped()
         if one_session not in (None, True, False) or (one_session and manifest.batch > 1):
             raise InputError(f"one_session={one_session!r}: must be True or False, and False for a bundle of {manifest.batch} rows")
         shared = decodes_with_prefill(manifest, target) if one_session is None else one_session
@@ -95,6 +97,7 @@ class OnnxRuntimeBackend:
         self._denormals = DenormalsAsZero()
         self._decode_binding = self._bind_decode()
         self._prefill_bindings = [self._bind_prefill(row) for row in range(batch)]
+        use_huge_pages(since=before)
 
     def decode(self, idle: Sequence[int] = ()) -> None:
         if self._decode_rows is not None:
