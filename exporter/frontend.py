@@ -17,6 +17,7 @@ from sinkring.exporter.cache_plan import CachePlan, each_state, ring_names, upda
 from sinkring.exporter.embedding_table import lookup_of
 from sinkring.exporter.hooks import AttentionCall, hooked
 from sinkring.exporter.node import DOMAIN, OP_TYPE
+from sinkring.exporter.quick_trace import quick_trace
 from sinkring.exporter.rotary import frequencies_for
 from sinkring.models.registry import Family
 from sinkring.models.token_call import text_config
@@ -184,7 +185,7 @@ def trace_step(
     if role == "prefill":
         steps, wanted = torch.export.Dim("T", min=1), torch.export.Dim("N", min=1)
         dynamic = ({1: steps}, None, [None] * len(write_indices), {0: wanted}, [None] * len(rings))
-    with torch.no_grad(), _quiet_exporter():
+    with torch.no_grad(), _quiet_exporter(), quick_trace():
         program = torch.onnx.export(
             step,
             args,

@@ -19,6 +19,7 @@ from sinkring.exporter.passes.unit_transposes import UnitTransposesToReshapes
 from sinkring.exporter.passes.widen import WidenBfloat16Arithmetic, computes_in_bfloat16
 from sinkring.exporter.quantize import BlockMatrix
 from sinkring.exporter.quantize_symmetric import SymmetricMatrix
+from sinkring.exporter.quick_rules import default_rules_at_their_operators, rules_at_their_operators
 from sinkring.exporter.targets import Target
 from sinkring.runtime.errors import UnsupportedError
 from sinkring.runtime.manifest import Role, WeightForm
@@ -46,8 +47,9 @@ def simplify(model: ir.Model, stored: Mapping[str, BlockMatrix | SymmetricMatrix
     ir.passes.Sequential(
         StoreWeightsTransposed(), TiedHeadToGemm(), MergeProjections(kept_as), QuantizeProjections(blocks), QuantizeTable(blocks)
     )(model)
-    optimizer.optimize_ir(model, input_size_limit=FOLD_LIMIT_BYTES, output_size_limit=FOLD_LIMIT_BYTES)
-    RewritePass(rms.rms_normalization_rules)(model)
+    with default_rules_at_their_operators():
+        optimizer.optimize_ir(model, input_size_limit=FOLD_LIMIT_BYTES, output_size_limit=FOLD_LIMIT_BYTES)
+    RewritePass(rules_at_their_operators(rms.rms_normalization_rules))(model)
     ir.passes.Sequential(
         # Behind all that folds constants, which these are.
         MultiplyIntegers(symmetric) if form == "rows" else DequantizeWeights(symmetric),

@@ -1,5 +1,6 @@
 """Fixtures that several folders of tests share."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -18,6 +19,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The README's examples take longest: begin with them, so that one worker runs them while the other does the rest."""
     items.sort(key=lambda item: "tests/readme/" not in item.nodeid)
+
+
+def pytest_collection_finish() -> None:
+    """What is loaded by now stays: the collector need not go through all of it, a second each time, whenever it is called."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from sinkring.models.errors import UnsupportedModel
+from sinkring.models.gguf_file import gguf_read_once
 from sinkring.models.gguf_settings import check_gguf_settings
 from sinkring.models.source import load_model
 from transformers import LlamaConfig
@@ -128,3 +130,17 @@ def test_an_architecture_that_is_not_read() -> None:
     for arch in ("gpt-oss", "mistral"):
         with pytest.raises(UnsupportedModel, match=rf"x\.gguf: {arch}: transformers .*; give the model's safetensors folder"):
             check_gguf_settings("x.gguf", arch, {}, LlamaConfig())
+
+
+def test_what_is_read_quickly_is_what_the_package_reads(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", tiny_llama(), "llama", Kind.F32)
+    usual = gguf.GGUFReader(tmp_path / "tiny.gguf")
+    with gguf_read_once():
+        quick = gguf.GGUFReader(tmp_path / "tiny.gguf")
+        assert gguf.GGUFReader(tmp_path / "tiny.gguf") is quick
+    assert isinstance(usual.fields["general.architecture"].parts[0], np.memmap), "or there was nothing to make quicker"
+    assert not any(isinstance(part, np.memmap) for field in quick.fields.values() for part in field.parts)
+    assert {name: field.contents() for name, field in quick.fields.items()} == {n: field.contents() for n, field in usual.fields.items()}
+    for one, other in zip(quick.tensors, usual.tensors, strict=True):
+        assert (one.name, one.tensor_type) == (other.name, other.tensor_type)
+        assert np.array_equal(one.data, other.data)

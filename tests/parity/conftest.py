@@ -1,20 +1,10 @@
 """Each tiny bundle is exported once per session, when a test first asks for it."""
 
 from collections.abc import Callable, Iterator
-from functools import cache
-from unittest import mock
 
 import pytest
-from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from tests.parity.tiny_bundles import TinyBundle, export_tiny
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_table_of_operators() -> Iterator[None]:
-    """torch's exporter makes its table of operators anew for each trace, which is a good part of the time that a tiny model takes."""
-    with mock.patch.object(ONNXRegistry, "from_torchlib", staticmethod(cache(ONNXRegistry.from_torchlib))):
-        yield
 
 
 @pytest.fixture(scope="session")
