@@ -18,6 +18,15 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 from onnx import TensorProto, external_data_helper, helper, numpy_helper
 from sinkring.exporter.edited_session import open_edited, run_session
+from sinkring.exporter.graph_tail import (
+    SOME_LOGITS,
+    crossing_values,
+    first_readers,
+    tail_of,
+    tail_starts,
+    with_outputs,
+    with_some_logits,
+)
 from sinkring.runtime.bfloat16 import round_to_bfloat16, widen_bfloat16
 from sinkring.runtime.embedding import EmbeddingTable
 from sinkring.runtime.manifest import Manifest
@@ -58,7 +67,7 @@ class ProbedGraph:
     Tokens are fed as `tokens`, int64 [B,T], also to a graph that takes embedded rows. logits are those of the first row's last token.
     parts: of all weights, in the order in which the graph reads them.
     Of matrices in blocks it is one of each kind: a product whose scales may change runs many times slower, so those have a session of their
-    own.
+    own. Of a large graph only the tail is run that reads what is changed: see graph_tail.
     """
 
     def __init__(self, folder: Path, path: str, feeds: dict[str, NDArray[Any]], manifest: Manifest) -> None:
@@ -67,39 +76,88 @@ class ProbedGraph:
         model = onnx.load(folder / path, load_external_data=False)
         self._narrow = {value.name for value in model.graph.input if value.type.tensor_type.elem_type == TensorProto.BFLOAT16}
         self._weights = {tensor.name: tensor for tensor in model.graph.initializer if _is_weight(tensor)}
-        first_reader = {name: index for index, node in reversed(list(enumerate(model.graph.node))) for name in node.input}
-        in_order = sorted(self._weights, key=lambda name: first_reader.get(name, -1))
+        self._first_reader = first_readers(model)
+        in_order = sorted(self._weights, key=lambda name: self._first_reader.get(name, -1))
         parts = [part for name in in_order for part in _parts(model, self._weights[name])]
         of_blocks = {name for node in model.graph.node if node.op_type in BLOCK_OPERATORS for name in node.input}
         in_blocks = {part.kind: part for part in parts if part.weight in of_blocks}.values()
         self.parts = [part for part in parts if part.weight not in of_blocks or part in in_blocks]
         self._blocks = {part.weight for part in in_blocks}
         self._model = model
-        self._session = self._open(set(self._weights) - of_blocks)
-        self._right: dict[tuple[bool, int], NDArray[np.float32]] = {}
+        self._plain = {name: tensor for name, tensor in self._weights.items() if name not in of_blocks}
+        self._crossing = {start: crossing_values(model, start) for start in tail_starts(model, self._plain)}
+        self._session = self._open(with_outputs(model, (name for names in self._crossing.values() for name in names)), set(self._plain))
+        self._tails: dict[int, ort.InferenceSession] = {}
+        self._entering: dict[int, dict[str, NDArray[Any]]] = {}
+        self._some_logits = with_some_logits(model, "logits")
+        self._right: dict[tuple[bool, int | None, int], NDArray[np.float32]] = {}
 
     def logits(self, changed: dict[str, NDArray[Any]], attempt: int) -> NDArray[np.float32]:
         """float32 [V]. In the first attempt after the tokens of the feeds, in others after different ones."""
-        return self._logits(changed, attempt, self._touches_blocks(changed))
+        return self._logits(changed, attempt, self._touches_blocks(changed), None)
 
-    def _logits(self, changed: dict[str, NDArray[Any]], attempt: int, blocks: bool) -> NDArray[np.float32]:
-        tokens = (self.feeds["tokens"] + attempt * 7) % self._vocab
-        session = self._block_session if blocks else self._session
-        (out,) = run_session(session, ["logits"], self._given({**self.feeds, **changed, "tokens": tokens}))
-        found: NDArray[np.float32] = out[0, -1]
-        return found
+    def _logits(self, changed: dict[str, NDArray[Any]], attempt: int, blocks: bool, start: int | None) -> NDArray[np.float32]:
+        """start: of a tail, whose logits may be some of all, or None for the whole graph."""
+        feeds = {**self._given({**self.feeds, "tokens": self._tokens(attempt)}), **changed}
+        if start is None:
+            (out,) = run_session(self._block_session if blocks else self._session, ["logits"], feeds)
+            found: NDArray[np.float32] = out[0, -1]
+            return found
+        entering = {name: self._values(attempt)[name] for name in self._crossing[start]}
+        session = self._tail(start)
+        # A weight that leads to no logit has no place in it.
+        present = {value.name for value in (*session.get_inputs(), *session.get_overridable_initializers())}
+        fed = {name: array for name, array in {**feeds, **entering}.items() if name in present}
+        (out,) = run_session(session, [self._tail_s_logits], fed)
+        last: NDArray[np.float32] = out.reshape(len(feeds["position"]), -1, out.shape[-1])[0, -1]
+        return last
+
+    @property
+    def _tail_s_logits(self) -> str:
+        return "logits" if self._some_logits is None else SOME_LOGITS
+
+    def _tokens(self, attempt: int) -> NDArray[np.int64]:
+        tokens: NDArray[np.int64] = (self.feeds["tokens"] + attempt * 7) % self._vocab
+        return tokens
 
     def _touches_blocks(self, changed: dict[str, NDArray[Any]]) -> bool:
         return not self._blocks.isdisjoint(changed)
 
+    def _ways(self, changed: dict[str, NDArray[Any]]) -> list[int | None]:
+        """How to see an effect, as in _logits: in the shortest tail that reads all of what is changed, and then in the whole graph."""
+        if not self._crossing or self._touches_blocks(changed):
+            return [None]
+        first = min(self._first_reader.get(name, 0) for name in changed)
+        return [max(start for start in self._crossing if start <= first), None]
+
+    def _values(self, attempt: int) -> dict[str, NDArray[Any]]:
+        """What enters the tails, by name, where nothing is changed."""
+        if attempt not in self._entering:
+            names = list(dict.fromkeys(name for names in self._crossing.values() for name in names))
+            feeds = self._given({**self.feeds, "tokens": self._tokens(attempt)})
+            self._entering[attempt] = dict(zip(names, run_session(self._session, names, feeds), strict=True))
+        return self._entering[attempt]
+
+    def _tail(self, start: int) -> ort.InferenceSession:
+        if start not in self._tails:
+            kinds = {node.name: node.type for node in self._session.get_outputs()}
+            crossing = {
+                name: (TensorProto.DataType.Value(kinds[name].removeprefix("tensor(").removesuffix(")").upper()), array.shape)
+                for name, array in self._values(0).items()
+                if name in self._crossing[start]
+            }
+            tail = tail_of(self._some_logits or self._model, start, crossing, self._tail_s_logits)
+            self._tails[start] = self._open(tail, {tensor.name for tensor in tail.graph.initializer if tensor.name in self._plain})
+        return self._tails[start]
+
     @cached_property
     def _block_session(self) -> ort.InferenceSession:
-        return self._open(self._blocks)
+        return self._open(self._model, self._blocks)
 
-    def _open(self, weights: set[str]) -> ort.InferenceSession:
+    def _open(self, graph: onnx.ModelProto, weights: set[str]) -> ort.InferenceSession:
         """A session of the graph in which these weights are inputs, too, with their own numbers unless others are given."""
         model = onnx.ModelProto()
-        model.CopyFrom(self._model)
+        model.CopyFrom(graph)
         for name in sorted(weights):
             tensor = self._weights[name]
             model.graph.input.append(helper.make_tensor_value_info(name, tensor.data_type, list(tensor.dims)))
@@ -118,17 +176,18 @@ class ProbedGraph:
         return {**others, "embeddings": self._embedding.of_tokens(tokens.ravel()).reshape(*tokens.shape, -1)}
 
     def effect(self, changed: dict[str, NDArray[Any]]) -> float:
-        """Largest |change| of a logit. One token may by chance look so little at itself that its own key and value vanish in rounding.
+        """Largest |change| of a logit, in a large vocabulary of the first that show one. Infinite where one is not finite.
 
-        Infinite where a logit is not finite.
+        One token may by chance look so little at itself that its own key and value vanish in rounding.
         """
-        # The two sessions round differently: each is held to itself.
+        # Sessions round differently: each is held to itself.
         blocks = self._touches_blocks(changed)
         for attempt in range(ATTEMPTS):
-            if (blocks, attempt) not in self._right:
-                self._right[blocks, attempt] = self._logits({}, attempt, blocks)
-            if effect := largest_difference(self.logits(changed, attempt), self._right[blocks, attempt]):
-                return effect
+            for start in self._ways(changed):
+                if (blocks, start, attempt) not in self._right:
+                    self._right[blocks, start, attempt] = self._logits({}, attempt, blocks, start)
+                if effect := largest_difference(self._logits(changed, attempt, blocks, start), self._right[blocks, start, attempt]):
+                    return effect
         return 0.0
 
     def changed_weight(self, part: Part) -> dict[str, NDArray[Any]]:

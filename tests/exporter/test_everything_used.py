@@ -7,6 +7,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
+from sinkring.exporter import graph_tail
 from sinkring.exporter.conformance.edited_copy import change_constant, copy_bundle, edit_graph
 from sinkring.exporter.everything_used import check_everything_used
 from sinkring.exporter.influence import add_noise
@@ -14,6 +15,16 @@ from sinkring.runtime.errors import UnsupportedError
 from sinkring.runtime.manifest import Manifest
 
 HEADS = "prefill.heads.onnx"
+
+
+@pytest.fixture(params=["whole", "tails"], autouse=True)
+def size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Everything is found in a graph that is taken for a large one, too: only its tails are run there, and of the logits only some made."""
+    if request.param == "tails":
+        monkeypatch.setattr(graph_tail, "_BYTES_BETWEEN", 1)
+        monkeypatch.setattr(graph_tail, "_MANY", 97)
+        monkeypatch.setattr(graph_tail, "SOME", 8)
+    return str(request.param)
 
 
 def check(bundle: Path) -> list[str]:
