@@ -4,8 +4,9 @@ Each head is a product of its own over a ring that its group shares by broadcast
 Runtime reads the ring where it lies. For several rows together, as in the grouped form, it first packs a copy of it. The sinks' scores take
 the place of the first S columns by one more TensorScatter: one pass over the scores, where cutting and joining them are two.
 
-A graph for chunks reads no more of a ring than has been reached, as long as that is not the whole: while a prompt is read, half of it on
-average. The part is a copy, so a full ring is read where it lies. The decode graph, whose rows are of all ages, always reads all of it.
+A graph for chunks reads no more of a ring than has been reached, as long as no query is so far on that it needs the whole, or meets the
+sinks turned back: while a prompt is read, half of it on average, and as plain attention, for which ONNX Runtime has an operator. The part
+is a copy, so a full ring is read where it lies. The decode graph, whose rows are of all ages, always reads all of it.
 """
 
 from functools import partial
@@ -37,53 +38,53 @@ class LowerToHeadAttention(LowerRingAttention):
         into = Insertion(shared.graph, ring.node)
         a = ring.attributes
         keys, values = write_rings(into, ring)
-        # The query is small and the scores are not: scale the query, once for both of its turns.
-        scale = a.scale / a.softcap if a.softcap else a.scale
-        query = into.op("Mul", ring.input(0), float_constant(into, f"f32.scale{scale}", scale))
-        sinks = None
-        if ring.turns_sinks:
-            turned = _heads(into, ring, turn_back(into, ring, query))
-            sinks = into.op("MatMul", turned, into.op("Unsqueeze", sink_keys(into, ring, keys), into.ints(2)))
-        whole = partial(_attend, ring=ring, query=_heads(into, ring, query), sinks=sinks, keys=keys, values=values)
-        mask = _mask(into, ring, shared.additive(into, ring))
+        mask = shared.additive(into, ring)
+        whole = partial(_attend, ring=ring, keys=keys, values=values, mask=mask)
         if ring.tokens is None:
-            reached = shared.reached(into, ring)
-            filling = into.op("Less", reached, into.constant(f"i64.{a.capacity}", np.array(a.capacity, np.int64)))
-            part = partial(whole, mask=_mask(into, ring, shared.additive_reached(into, ring)), reached=reached)
-            attended = into.either(filling, filling_ring=part, full_ring=partial(whole, mask=mask))
+            reached, part = shared.reached(into, ring), shared.additive_reached(into, ring)
+            last = a.sinks + a.window if ring.turns_sinks else a.capacity - 1
+            filling = into.op("LessOrEqual", reached, into.constant(f"i64.{last}", np.array(last, np.int64)))
+            plain = partial(_attend_plainly, ring=ring, keys=keys, values=values, mask=part, reached=reached)
+            attended = into.either(filling, filling_ring=plain, full_ring=whole)
         else:
-            attended = whole(into, mask=mask)
-        attended = into.op("Reshape", attended, into.ints(ring.batch, ring.heads, -1, ring.head_size))
+            attended = whole(into)
         finish(into, ring, attended, keys, values)
 
 
 def _attend(
-    into: Insertion,
-    *,
-    ring: RingNode,
-    query: ir.Value,
-    sinks: ir.Value | None,
-    keys: ir.Value,
-    values: ir.Value,
-    mask: ir.Value,
-    reached: ir.Value | None = None,
+    into: Insertion, *, ring: RingNode, keys: ir.Value, values: ir.Value, mask: ir.Value, reached: ir.Value | None = None
 ) -> ir.Value:
-    """[B,G,H/G,T,D], of the first F slots that `reached` [1] says, or of all C.
+    """[B,H,T,D], of the first F slots that `reached` [1] says, whose sinks need no query of their own, or of all C.
 
-    query: [B,G,H/G,T,D], scaled; sinks: their scores [B,G,H/G,T,S], where they are met by another query; mask: to be added to the scores.
+    mask: to be added to the scores, f [B,1 or H,T,F].
     """
-    scores = into.op("MatMul", query, into.op("Transpose", _of_group(into, ring, keys, reached), perm=[0, 1, 2, 4, 3]))
-    if sinks is not None:
+    a = ring.attributes
+    # The query is small and the scores are not: scale the query, once for both of its turns.
+    scale = a.scale / a.softcap if a.softcap else a.scale
+    query = into.op("Mul", ring.input(0), float_constant(into, f"f32.scale{scale}", scale))
+    scores = into.op("MatMul", _heads(into, ring, query), into.op("Transpose", _of_group(into, ring, keys, reached), perm=[0, 1, 2, 4, 3]))
+    if ring.turns_sinks and reached is None:
+        turned = _heads(into, ring, turn_back(into, ring, query))
+        sinks = into.op("MatMul", turned, into.op("Unsqueeze", sink_keys(into, ring, keys), into.ints(2)))
         scores = into.op("TensorScatter", scores, sinks, axis=-1)
-    if ring.attributes.softcap:
+    if a.softcap:
         scores = cap(into, ring, scores)
-    scores = into.op("Add", scores, mask)
+    scores = into.op("Add", scores, _mask(into, ring, mask))
     if ring.has_sink_logits:
         logits = into.op("Reshape", ring.input(9), into.ints(1, ring.groups, ring.heads // ring.groups, 1, 1))
         weights = softmax_beside(into, scores, logits)
     else:
         weights = into.op("Softmax", scores, axis=-1)
-    return into.op("MatMul", weights, _of_group(into, ring, values, reached))
+    attended = into.op("MatMul", weights, _of_group(into, ring, values, reached))
+    return into.op("Reshape", attended, into.ints(ring.batch, ring.heads, -1, ring.head_size))
+
+
+def _attend_plainly(into: Insertion, *, ring: RingNode, keys: ir.Value, values: ir.Value, mask: ir.Value, reached: ir.Value) -> ir.Value:
+    """As `_attend` of what is reached, by the operator where that knows all that the node asks for."""
+    if ring.attributes.softcap or ring.has_sink_logits:
+        return _attend(into, ring=ring, keys=keys, values=values, mask=mask, reached=reached)
+    parts = (_part(into, ring, updated, reached) for updated in (keys, values))
+    return into.op("Attention", ring.input(0), *parts, mask, scale=ring.attributes.scale)
 
 
 def _heads(into: Insertion, ring: RingNode, query: ir.Value) -> ir.Value:
@@ -93,9 +94,13 @@ def _heads(into: Insertion, ring: RingNode, query: ir.Value) -> ir.Value:
 
 def _of_group(into: Insertion, ring: RingNode, updated: ir.Value, reached: ir.Value | None) -> ir.Value:
     """r [B,G,C,D] -> f [B,G,1,F,D]: one ring for all heads of its group, its first slots or all of them."""
-    if reached is not None:
-        updated = into.op("Slice", updated, into.ints(0), reached, into.ints(2))
-    return into.op("Unsqueeze", from_cache_type(into, ring, updated), into.ints(2))
+    part = from_cache_type(into, ring, updated) if reached is None else _part(into, ring, updated, reached)
+    return into.op("Unsqueeze", part, into.ints(2))
+
+
+def _part(into: Insertion, ring: RingNode, updated: ir.Value, reached: ir.Value) -> ir.Value:
+    """r [B,G,C,D] -> f [B,G,F,D]: the first slots of a ring."""
+    return from_cache_type(into, ring, into.op("Slice", updated, into.ints(0), reached, into.ints(2)))
 
 
 def _mask(into: Insertion, ring: RingNode, additive: ir.Value) -> ir.Value:
