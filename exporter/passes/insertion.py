@@ -47,7 +47,9 @@ class Insertion:
     def constant(self, name: str, array: np.ndarray) -> ir.Value:
         """An initializer; the name stands for the content, so a second call with the same name gives the first one's value."""
         if name in self.graph.initializers:
-            return self.graph.initializers[name]
+            made, kind = self.graph.initializers[name], ir.DataType.from_numpy(array.dtype)
+            assert (made.shape, made.dtype) == (ir.Shape(array.shape), kind), f"{name} stands for two contents"
+            return made
         value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(ir.DataType.from_numpy(array.dtype)))
         value.const_value = ir.tensor(array, name=name)
         self.graph.register_initializer(value)

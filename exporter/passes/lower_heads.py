@@ -11,7 +11,6 @@ is a copy, so a full ring is read where it lies. The decode graph, whose rows ar
 
 from functools import partial
 
-import numpy as np
 import onnx_ir as ir
 from sinkring.exporter.passes.insertion import Insertion
 from sinkring.exporter.passes.lowering import (
@@ -43,7 +42,7 @@ class LowerToHeadAttention(LowerRingAttention):
         if ring.tokens is None:
             reached, part = shared.reached(into, ring), shared.additive_reached(into, ring)
             last = a.sinks + a.window if ring.turns_sinks else a.capacity - 1
-            filling = into.op("LessOrEqual", reached, into.constant(f"i64.{last}", np.array(last, np.int64)))
+            filling = into.op("LessOrEqual", reached, into.ints(last))
             plain = partial(_attend_plainly, ring=ring, keys=keys, values=values, mask=part, reached=reached)
             attended = into.either(filling, filling_ring=plain, full_ring=whole)
         else:
