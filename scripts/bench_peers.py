@@ -44,7 +44,7 @@ VARIANTS = {
     "sinkring fp32": Variant("sinkring", ("peer_sinkring.py",), lambda window, say: weights.bundle("fp32", window, say)),
     "sinkring int8": Variant("sinkring", ("peer_sinkring.py",), lambda window, say: weights.bundle("int8", window, say)),
     "sinkring int8-rows": Variant(
-        "sinkring", ("peer_sinkring.py",), lambda window, say: weights.bundle("int8-rows", window, say, chunk=128)
+        "sinkring", ("peer_sinkring.py",), lambda window, say: weights.bundle("int8-rows", window, say, chunk=256)
     ),
     "sinkring int4": Variant("sinkring", ("peer_sinkring.py",), lambda window, say: weights.bundle("int4", window, say)),
     "transformers dynamic": Variant("sinkring", ("peer_transformers.py", "dynamic"), lambda _, say: weights.hugging_face(say)),
