@@ -162,7 +162,7 @@ class ProbedGraph:
             tensor = self._weights[name]
             model.graph.input.append(helper.make_tensor_value_info(name, tensor.data_type, list(tensor.dims)))
         # What is packed when a session opens holds the scales of that moment, whatever a run is given.
-        return open_edited(model, self._folder, prepacked=self._blocks.isdisjoint(weights) and bool(self._blocks))
+        return open_edited(model, self._folder, prepacked=self._blocks.isdisjoint(weights) and bool(self._blocks), spinning=False)
 
     def outputs(self, names: Sequence[str]) -> list[NDArray[Any]]:
         """Of one run with the feeds as they are."""
