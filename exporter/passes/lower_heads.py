@@ -21,7 +21,6 @@ from sinkring.exporter.passes.lowering import (
     finish,
     float_constant,
     from_cache_type,
-    sink_keys,
     softmax_beside,
     turn_back,
     write_rings,
@@ -58,14 +57,19 @@ def _attend(
     mask: to be added to the scores, f [B,1 or H,T,F].
     """
     a = ring.attributes
-    # The query is small and the scores are not: scale the query, once for both of its turns.
     scale = a.scale / a.softcap if a.softcap else a.scale
-    query = into.op("Mul", ring.input(0), float_constant(into, f"f32.scale{scale}", scale))
-    scores = into.op("MatMul", _heads(into, ring, query), into.op("Transpose", _of_group(into, ring, keys, reached), perm=[0, 1, 2, 4, 3]))
+    factor = float_constant(into, f"f32.scale{scale}", scale)
+    of_group = _of_group(into, ring, keys, reached)
+
+    def scores_of(query: ir.Value, some_keys: ir.Value) -> ir.Value:
+        # Scaled and turned right in front of the product, both are part of it for ONNX Runtime.
+        scaled = into.op("Mul", _heads(into, ring, query), factor)
+        return into.op("MatMul", scaled, into.op("Transpose", some_keys, perm=[0, 1, 2, 4, 3]))
+
+    scores = scores_of(ring.input(0), of_group)
     if ring.turns_sinks and reached is None:
-        turned = _heads(into, ring, turn_back(into, ring, query))
-        sinks = into.op("MatMul", turned, into.op("Unsqueeze", sink_keys(into, ring, keys), into.ints(2)))
-        scores = into.op("TensorScatter", scores, sinks, axis=-1)
+        sinks = into.op("Slice", of_group, into.ints(0), into.ints(a.sinks), into.ints(3))
+        scores = into.op("TensorScatter", scores, scores_of(turn_back(into, ring, ring.input(0)), sinks), axis=-1)
     if a.softcap:
         scores = cap(into, ring, scores)
     scores = into.op("Add", scores, _mask(into, ring, mask))

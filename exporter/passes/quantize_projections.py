@@ -43,7 +43,7 @@ class QuantizeProjections(StoreInBlocks):
         narrow = dtype not in (None, ir.DataType.FLOAT)
         if narrow and inputs is not None:
             shape, inputs = inputs.shape, into.op("Cast", inputs, to=ir.DataType.FLOAT)
-            inputs.shape = shape
+            inputs.shape, inputs.type = shape, ir.TensorType(ir.DataType.FLOAT)
         rows, width = matrix.shape
         # Of the blocks, which lie as the model has the weight.
         name = name.replace(SUFFIX, "")
@@ -60,7 +60,7 @@ class QuantizeProjections(StoreInBlocks):
             block_size=BLOCK,
             accuracy_level=ACCURACY_LEVEL,
         )
-        product.shape = output.shape
+        product.shape, product.type = output.shape, ir.TensorType(ir.DataType.FLOAT)
         if matrix.residuals is not None:
             product = _add_residuals(into, name, matrix.residuals, inputs, product)
         if narrow:

@@ -111,3 +111,10 @@ def test_what_makes_no_sense_is_refused(gguf_file: Path, tmp_path: Path, options
     with pytest.raises(kind, match=words.replace("*", r"\*")):
         export_decoder(gguf_file, tmp_path / "out", **options, **SIZES)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("weights", "dtype"), [("int4", "fp32"), ("int4", "fp16"), ("int8-rows", "fp16")])
+def test_an_export_warns_of_nothing(weights: Any, dtype: str, gguf_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        export_decoder(gguf_file, tmp_path / "bundle", weights=weights, dtype=dtype, targets=["onnxruntime"], **SIZES)
+    assert [record.getMessage() for record in caplog.records if record.levelname != "DEBUG"] == []
