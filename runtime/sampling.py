@@ -200,6 +200,10 @@ class Sampler:
     def _check(self, logits: NDArray[Any]) -> None:
         if logits.shape != (self.vocab_size,) or logits.dtype not in (np.float32, np.float16):
             raise InputError(f"logits: {logits.dtype} {logits.shape}, expected float32 ({self.vocab_size},); hand over one row")
+        with np.errstate(over="ignore", invalid="ignore"):
+            # What is not finite makes the sum so, too, and no mask has to be written. Finite numbers of a sum that is not are rare.
+            if logits.dtype == np.float32 and np.isfinite(logits.sum()):
+                return
         if not np.isfinite(logits, out=self._mask).all():
             bad = int(self._mask.argmin())
             raise InputError(
@@ -234,16 +238,10 @@ class Sampler:
             weights -= weights.max()
             weights /= options.temperature
         np.exp(weights, out=weights)
-        keep = self._mask[: len(weights)]
         if options.top_p < 1:
-            smallest, equals = self._nucleus_edge(weights, options.top_p)
-            dropped = np.flatnonzero(np.equal(weights, smallest, out=keep))[equals:]
-            np.greater_equal(weights, smallest, out=keep)
-            keep[dropped] = False
-            weights *= keep
+            ids, weights = self._nucleus(ids, weights, options.top_p)
         if options.min_p > 0:
-            np.greater_equal(weights, options.min_p, out=keep)
-            weights *= keep
+            weights *= np.greater_equal(weights, options.min_p, out=self._mask[: len(weights)])
         return ids, weights
 
     def _largest(self, scores: NDArray[np.float32], k: int) -> NDArray[np.intp]:
@@ -257,23 +255,33 @@ class Sampler:
             ids = np.delete(ids, at_edge[k - len(ids) :])
         return ids
 
-    def _nucleus_edge(self, weights: NDArray[np.float32], top_p: float) -> tuple[np.float32, int]:
-        """The smallest weight of the nucleus, and how many of the weights equal to it belong.
-
-        A quickselect by mass: split the range in two, and go on in the half in which the running sum from the top crosses top_p of the
-        total. The nucleus itself is never sorted, so a flat distribution costs no more than a peaked one.
-        """
-        total = float(weights.sum(dtype=np.float64))
-        need = top_p * total
+    def _nucleus(
+        self, ids: NDArray[np.intp] | None, weights: NDArray[np.float32], top_p: float
+    ) -> tuple[NDArray[np.intp] | None, NDArray[np.float32]]:
+        """As `_weigh`, of the nucleus: of a peaked distribution only the tokens that may be in it, of a flat one all, the others 0."""
+        need = top_p * (total := float(weights.sum(dtype=np.float64)))
         # All weights up to (1 - top_p) / n of the total add up to less than what may be left out: of a peaked distribution nearly all.
         least = np.float32((1 - top_p) * total / len(weights) * _BELOW)
         likely = np.greater(weights, least, out=self._mask[: len(weights)])
-        count = int(np.count_nonzero(likely))
-        values = self._scratch[: count if count <= len(weights) // _FEW else len(weights)]
-        if len(values) == count:
-            np.compress(likely, weights, out=values)
-        else:
-            values[:] = weights
+        if np.count_nonzero(likely) <= len(weights) // _FEW:
+            places = np.flatnonzero(likely)
+            ids, weights = places if ids is None else ids[places], weights[places]
+        smallest, equals = self._nucleus_edge(weights, need)
+        keep = self._mask[: len(weights)]
+        dropped = np.flatnonzero(np.equal(weights, smallest, out=keep))[equals:]
+        np.greater_equal(weights, smallest, out=keep)
+        keep[dropped] = False
+        weights *= keep
+        return ids, weights
+
+    def _nucleus_edge(self, weights: NDArray[np.float32], need: float) -> tuple[np.float32, int]:
+        """The smallest of the largest weights that add up to `need`, and how many of the weights equal to it belong.
+
+        A quickselect by mass: split the range in two, and go on in the half in which the running sum from the top crosses what is needed.
+        The nucleus itself is never sorted, so a flat distribution costs no more than a peaked one.
+        """
+        values = self._scratch[: len(weights)]
+        values[:] = weights
         low, high, above = 0, len(values), 0.0
         while high - low > _SORT_BELOW:
             middle = (low + high) // 2
