@@ -1,11 +1,13 @@
 """The ONNX Runtime backend: state in place, rows by themselves, buffers that stay."""
 
+import ctypes
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from sinkring.runtime import Decoder, open_bundle
 from sinkring.runtime.backends import Backend
@@ -134,3 +136,21 @@ def test_onnxruntime_itself_sees_no_copy(tiny_bundle: Path, target: str) -> None
     )
     assert quiet.stderr == ""
     assert "past_cache" in loud.stderr
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
+def test_closing_gives_freed_memory_back(tiny_bundle: Path) -> None:
+    library = ctypes.CDLL(None)
+    library.malloc.restype, library.malloc.argtypes, library.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+    size, process = 64 << 10, psutil.Process()
+    decoder = open_bundle(tiny_bundle, threads=1)
+    blocks = [library.malloc(size) for _ in range(2000)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    # The last one stays, so that what is free is not at the end, where glibc gives it back by itself.
+    for block in blocks[:-1]:
+        library.free(block)
+    held = process.memory_info().rss
+    decoder.close()
+    assert process.memory_info().rss < held - 1000 * size
+    library.free(blocks[-1])
