@@ -40,7 +40,8 @@ class LowerToHeadAttention(LowerRingAttention):
         whole = partial(_attend, ring=ring, keys=keys, values=values, mask=mask)
         if ring.tokens is None:
             reached, part = shared.reached(into, ring), shared.additive_reached(into, ring)
-            last = a.sinks + a.window if ring.turns_sinks else a.capacity - 1
+            # What is reached of a full ring is C, whatever S + W is.
+            last = min(a.sinks + a.window, a.capacity - 1) if ring.turns_sinks else a.capacity - 1
             filling = into.op("LessOrEqual", reached, into.ints(last))
             plain = partial(_attend_plainly, ring=ring, keys=keys, values=values, mask=part, reached=reached)
             attended = into.either(filling, filling_ring=plain, full_ring=whole)

@@ -51,6 +51,7 @@ def test_rows_of_different_ages_read_what_the_oldest_has() -> None:
 
 @pytest.mark.parametrize("policy", ["native", "streaming"])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_a_filling_ring_is_attended_to_in_whole(policy: str, batch: int) -> None:
-    """In steps of 4: against plain attention, from the starts of every case, which are young and old."""
-    check("heads", RingCase(2, 40, 8, None, batch=batch, policy=policy), [1, 6])
+@pytest.mark.parametrize("spare", [8, 1, 0])
+def test_a_filling_ring_is_attended_to_in_whole(policy: str, batch: int, spare: int) -> None:
+    """In steps of 4: against plain attention, from the starts of every case, which are young and old. With and without slots to spare."""
+    check("heads", RingCase(2, 40, spare, None, batch=batch, policy=policy), [1, min(6, spare + 1)])
