@@ -1,7 +1,7 @@
 """Memory that was taken since a moment, moved to huge pages (Linux).
 
 A step reads every byte of the weights and the rings once, and with pages of 4 KB it waits for the address of each: on a virtual machine
-that is a tenth to a quarter of a step. ONNX Runtime's packed weights are taken with malloc, so pages can only be exchanged once they are
+that is up to a quarter of a step. ONNX Runtime's packed weights are taken with malloc, so pages can only be exchanged once they are
 there.
 """
 
