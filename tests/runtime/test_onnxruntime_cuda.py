@@ -71,9 +71,9 @@ def test_nodes_on_the_cpu_are_named(tiny_bundle: Path, ort: OrtDouble) -> None:
     ort.on_cpu = {"TensorScatter"}
     with pytest.warns(RuntimeWarning) as caught:
         open_bundle(tiny_bundle, device="cuda").close()
-    # A chunk's scores have a scatter in each branch.
-    for warning, role, count in zip(caught, ("decode", "prefill"), (6, 8), strict=True):
-        words = rf"{role}\.heads\.onnx: {count} of \d+ nodes do not run on the GPU: \S+ \(TensorScatter\), "
+    # For each of two layers K, V, and the sinks' scores, which a filling ring has no need of.
+    for warning, role in zip(caught, ("decode", "prefill"), strict=True):
+        words = rf"{role}\.heads\.onnx: 6 of \d+ nodes do not run on the GPU: \S+ \(TensorScatter\), "
         assert re.match(words, str(warning.message))
 
 
