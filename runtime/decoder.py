@@ -240,7 +240,8 @@ class Decoder:
     ) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
         """Feed a row in chunks: tokens int64 [n], or rows float32 [n,hidden].
 
-        Yields (start, stop, logits [stop-start,V] or [1,V]); the next call overwrites logits.
+        Yields (start, stop, logits of the last N of these tokens [N,V]); the next call overwrites logits. With all_logits N is stop-start,
+        else 1 in the last chunk, and in others 0, or 1 where computing none would save nothing.
         """
         start = 0
         for length in split_chunks(position, len(fed), self.manifest.chunk, self._geometries):
@@ -254,7 +255,7 @@ class Decoder:
                 piece = fed[start:stop]
                 if self._embedding is not None and piece.ndim == 1:
                     piece = self._embedding.of_tokens(piece.astype(np.int64, copy=False))
-                logits = self.backend.prefill(row, piece, at, write_index, all_logits)
+                logits = self.backend.prefill(row, piece, at, write_index, length if all_logits else int(stop == len(fed)))
                 self.recorder.call(began, length, decode=False)
             yield start, stop, logits
             start = stop

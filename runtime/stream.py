@@ -40,7 +40,7 @@ class Stream:
         self._history: deque[int] = deque(maxlen=HISTORY_TOKENS + decoder.shortest_capacity)
         self._sampler: Sampler | None = None
         self._logits = np.zeros(decoder.manifest.model.vocab_size, np.float32)
-        # False after a rollback: the logits are those of a token that is gone.
+        # False after a rollback, or between two chunks of a call: the logits are those of another token than the last.
         self._logits_stand = True
         self._open = True
         # Why the stream is stopped, None while it is sound.
@@ -69,7 +69,8 @@ class Stream:
 
         Returns float32 [V], the logits after the last token, or with all_logits float32 [len(ids), V].
         Raises InputError for no ids or an id outside [0, V), CapacityError past the position limit or, in a linear cache, the capacity;
-        then nothing has changed; NumericalError for logits that are not finite or have exploded, which stops the stream.
+        then nothing has changed; NumericalError, which stops the stream, for logits that are not finite or have exploded, of those that are
+        computed: without all_logits the last token's, and none of the chunks before its own.
         """
         return self._feed(check_ids(ids, len(self._logits), "feed"), all_logits)
 
@@ -78,8 +79,8 @@ class Stream:
         """Append embedded rows, float32 [T,hidden], in a bundle that was exported with inputs="embeddings"; returns what `feed` does.
 
         A row stands for one token: `Decoder.embed`'s, plus what an encoder adds, or an encoder's alone. The repetition penalty passes it
-        over, and after a rollback to it something must be fed before a token can be sampled. Raises InputError for another dtype or shape
-        and a row that is not finite, in a bundle that takes token ids for any; else as `feed`.
+        over, and once a rollback or an interrupted call has left it as the last, something must be fed before a token can be sampled.
+        Raises InputError for another dtype or shape and a row that is not finite, in a bundle that takes token ids for any; else as `feed`.
         """
         return self._feed(self._decoder.check_rows(rows, "feed_embeddings"), all_logits)
 
@@ -135,12 +136,11 @@ class Stream:
         self.about_to_write(int(tokens) - 1)
         first = sampler.sample(self._logits)
         picked = self._decoder.extend(self, first, sampling_inputs(options, sampler.draws(int(tokens) - 1)))
-        self._logits[:] = self._decoder.backend.logits[self.row, -1]
+        self._take_logits(self._decoder.backend.logits[self.row, -1:])
         self._count(len(picked))
         fed = [first, *picked.tolist()]
         for token in fed[:-1]:
             self._remember(token)
-        self._watch(self._logits)
         self._require_sound()
         self._pending.append(fed[-1])
         self._remember(fed[-1])
@@ -278,10 +278,9 @@ class Stream:
 
     def took(self, token: int | Rows, logits: NDArray[np.float32]) -> None:
         """Called by `Decoder.step`: the row has been stepped by `token`."""
-        self._logits[:] = logits
+        self._take_logits(logits[None])
         self._count(1)
         self._remember(token if isinstance(token, int) else NO_TOKEN)
-        self._watch(logits)
 
     def capture(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """Everything the stream is: a record of JSON values, and arrays that alias nothing."""
@@ -326,21 +325,19 @@ class Stream:
         for start, stop, logits in self._decoder.run(self.row, self._fed, fed, out is not None):
             if out is not None:
                 out[start:stop] = logits
-            self._logits[:] = logits[-1]
+            self._take_logits(logits)
             # All kept in step with the cache chunk by chunk, so that an interrupt between two chunks leaves a stream that can go on.
-            self._count(stop - start)
+            self._count(stop - start, logits_stand=len(logits) > 0)
             carried = min(len(self._pending), stop - start)
             del self._pending[:carried]
             for token in tokens[start + carried : stop].tolist():
                 self._remember(token)
-            self._watch(logits)
             self._require_sound()
             self.about_to_write(min(chunk, len(tokens) - stop))
 
-    def _count(self, tokens: int) -> None:
-        before, self._fed = self._fed, self._fed + tokens
-        self.recorder.wraps += self._decoder.wraps_within(self._fed) - self._decoder.wraps_within(before)
-        self._logits_stand = True
+    def _count(self, tokens: int, logits_stand: bool = True) -> None:
+        self.recorder.wraps += self._decoder.wraps_within(self._fed + tokens) - self._decoder.wraps_within(self._fed)
+        self._fed, self._logits_stand = self._fed + tokens, logits_stand
 
     def _oldest(self) -> int:
         """The furthest position to roll back to: one token before it, the last one's logits can still be made anew."""
@@ -352,13 +349,12 @@ class Stream:
         return f"what lay before is overwritten; export with --slack {self._reached - target} to take back that many"
 
     def _renew_logits(self) -> None:
-        """Make `_logits` those of the newest token: write what is pending, or run the token that a rollback has left as the last again."""
+        """Make `_logits` those of the newest token: write what is pending, or run the last token again where they are not its own."""
         self.flush()
         if not self._logits_stand:
             last = np.array([self._history[-1]], np.int64)
             for _, _, logits in self._decoder.run(self.row, self._fed - 1, last, False):
-                self._logits[:] = logits[-1]
-                self._watch(logits)
+                self._take_logits(logits)
             self._require_sound()
             self._logits_stand = True
 
@@ -366,9 +362,10 @@ class Stream:
         if not self.position:
             raise InputError(f"{call}: the stream is empty, there is nothing to continue; feed a prompt of at least one token first")
         if not self._logits_stand and self._fed < self._oldest():
-            raise InputError(f"{call}: a call was interrupted after a rollback and overwrote what the last token saw; feed a token first")
+            raise InputError(f"{call}: an interrupted call may have overwritten what the last token saw; feed a token first")
         if not self._logits_stand and NO_TOKEN in [*self._history][-1:]:
-            raise InputError(f"{call}: rolled back to a row of feed_embeddings, which was not kept; feed it, or another, first")
+            way = "feed something first, or roll it back and feed it again"
+            raise InputError(f"{call}: after a rollback or an interrupted call, the last token is a row, which was not kept: {way}")
 
     def _remember(self, token: int) -> None:
         self._history.append(token)
@@ -379,9 +376,11 @@ class Stream:
         """The history without what was fed as embeddings."""
         return [token for token in self._history if token != NO_TOKEN]
 
-    def _watch(self, logits: NDArray[np.float32]) -> None:
-        """Stop the stream if its latest logits are no numbers to go on with."""
-        fault = numerical_fault(logits) if self._decoder.alarms else None
+    def _take_logits(self, logits: NDArray[np.float32]) -> None:
+        """Logits [N,V] that were computed, N may be 0: keep the last, and stop the stream if any are no numbers to go on with."""
+        for newest in logits[-1:]:
+            self._logits[:] = newest
+        fault = numerical_fault(logits) if len(logits) and self._decoder.alarms else None
         if fault is not None:
             self._alarm = fault
             self.recorder.numerical_alarms += 1

@@ -107,9 +107,9 @@ def _clamped_write() -> Iterator[None]:
         for start in range(0, tokens, chunk):
             yield min(chunk, tokens - start)
 
-    def clamped(self: Any, row: int, tokens: Any, position: int, write_index: Sequence[int], all_logits: bool) -> Any:
+    def clamped(self: Any, row: int, tokens: Any, position: int, write_index: Sequence[int], wanted: int) -> Any:
         ends = [ring.geometry.capacity - len(tokens) for ring in self._manifest.rings]
-        return prefill(self, row, tokens, position, tuple(map(min, write_index, ends)), all_logits)
+        return prefill(self, row, tokens, position, tuple(map(min, write_index, ends)), wanted)
 
     with _replaced(decoder, "split_chunks", unsplit), _replaced(OnnxRuntimeBackend, "prefill", clamped):
         yield

@@ -36,10 +36,10 @@ class Backend(Protocol):
         """
         ...
 
-    def prefill(self, row: int, fed: np.ndarray, position: int, write_index: tuple[int, ...], all_logits: bool) -> np.ndarray:
+    def prefill(self, row: int, fed: np.ndarray, position: int, write_index: tuple[int, ...], wanted: int) -> np.ndarray:
         """Feed T <= chunk tokens, int64 [T] or float32 [T,hidden], to one row.
 
-        float32 [T,V] or [1,V] (the last token's): overwritten by the next call.
+        Returns the logits of the last `wanted` of them, 0 <= wanted <= T, float32 [wanted,V]: overwritten by the next call.
         """
         ...
 

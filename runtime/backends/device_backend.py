@@ -106,25 +106,27 @@ class DeviceBackend:
         self._device.synchronize()
         return picked
 
-    def prefill(self, row: int, fed: NDArray[Any], position: int, write_index: tuple[int, ...], all_logits: bool) -> NDArray[np.float32]:
+    def prefill(self, row: int, fed: NDArray[Any], position: int, write_index: tuple[int, ...], wanted: int) -> NDArray[np.float32]:
         count = len(fed)
-        wanted = count if all_logits else 1
+        # An engine's profile has one row at least.
+        computed = max(1, wanted)
         inputs = self._prefill_inputs
         name = self._manifest.input_name
         inputs.host[name][0, :count] = fed
-        inputs.host["rows"][:wanted] = np.arange(count - wanted, count)
+        inputs.host["rows"][:computed] = np.arange(count - computed, count)
         inputs.host["position"][0] = position
         for ring, index in zip(self._manifest.rings, write_index, strict=True):
             inputs.host[ring.write_index][0] = index
             _check_room(ring, inputs.host[ring.write_index], count)
         self._bind_row(row)
         self._prefill.set_shape(name, (1, count, *self._manifest.input_row))
-        self._prefill.set_shape("rows", (wanted,))
+        self._prefill.set_shape("rows", (computed,))
         inputs.upload()
         self._prefill.enqueue()
         if self._prefill_rows is not None:
             self._prefill_rows.write_chunk(row, count, write_index)
-        self._device.copy_out(self._chunk_logits[:wanted], self._logits_address)
+        if wanted:
+            self._device.copy_out(self._chunk_logits[:wanted], self._logits_address)
         self._device.synchronize()
         return self._chunk_logits[:wanted]
 
@@ -207,7 +209,7 @@ class DeviceBackend:
         for row in range(self._manifest.batch):
             self._states.reset_row(row)
         empty = np.zeros((self._manifest.chunk, *self._manifest.input_row), self._manifest.input_dtype)
-        self.prefill(0, empty, 0, (0,) * len(self._manifest.rings), False)
+        self.prefill(0, empty, 0, (0,) * len(self._manifest.rings), 1)
         self._step()
         self._device.synchronize()
         if capture:

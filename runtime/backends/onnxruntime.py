@@ -126,9 +126,8 @@ class OnnxRuntimeBackend:
     def extend(self, inputs: dict[str, np.ndarray], idle: Sequence[int] = ()) -> np.ndarray:
         raise NotImplementedError("most_top_k is 0: the tokens are picked on the host")
 
-    def prefill(self, row: int, fed: np.ndarray, position: int, write_index: tuple[int, ...], all_logits: bool) -> np.ndarray:
+    def prefill(self, row: int, fed: np.ndarray, position: int, write_index: tuple[int, ...], wanted: int) -> np.ndarray:
         count = len(fed)
-        wanted = count if all_logits else 1
         self._chunk_input[:count] = fed
         self._chunk_rows[:wanted] = np.arange(count - wanted, count)
         self._chunk_position[0] = position

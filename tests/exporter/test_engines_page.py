@@ -114,5 +114,5 @@ def test_what_loading_and_running_refuse(
     bundle = with_engines(tiny_bundle, tmp_path / "bundle")
     provoke(bundle, trt)
     with pytest.raises(SinkringError) as caught, open_bundle(bundle, "tensorrt-rtx", verify=False) as decoder:
-        decoder.backend.prefill(0, np.arange(4), 0, (13,), False)
+        decoder.backend.prefill(0, np.arange(4), 0, (13,), 1)
     assert same_words(str(caught.value)) in same_words(PAGE.read_text(encoding="utf-8")), str(caught.value)

@@ -1,7 +1,7 @@
 """What the tests of streams share: ids, the tolerance, and all of a stream's state. Ring: S = 2, W = 4, C = 16."""
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -48,3 +48,28 @@ def tokens_until(error: type[BaseException], loop: Iterator[int]) -> list[int]:
     with pytest.raises(error):
         collections.deque(map(tokens.append, loop), maxlen=0)
     return tokens
+
+
+class Interrupted:
+    """A backend whose n-th call is interrupted, before it runs or after."""
+
+    def __init__(self, backend: Any, call: int, after: bool) -> None:
+        self._backend, self._left, self._after = backend, call, after
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+    def _run(self, call: Callable[[], Any]) -> Any:
+        self._left -= 1
+        if self._left == 0 and not self._after:
+            raise KeyboardInterrupt
+        result = call()
+        if self._left == 0:
+            raise KeyboardInterrupt
+        return result
+
+    def decode(self) -> None:
+        self._run(self._backend.decode)
+
+    def prefill(self, *arguments: Any) -> Any:
+        return self._run(lambda: self._backend.prefill(*arguments))

@@ -36,13 +36,13 @@ def test_every_state_starts_at_its_initial_value(backend: Backend, decoder: Deco
 
 
 def test_read_row_copies_and_write_row_restores(backend: Backend) -> None:
-    backend.prefill(1, np.arange(4), 0, (0,), False)
+    backend.prefill(1, np.arange(4), 0, (0,), 1)
     kept = backend.read_row(1)
     before = {name: row.copy() for name, row in kept.items()}
-    expected = backend.prefill(1, np.array([9]), 4, (4,), False).copy()
+    expected = backend.prefill(1, np.array([9]), 4, (4,), 1).copy()
     assert all((kept[name] == before[name]).all() for name in kept), "read_row gave a view"
     backend.write_row(1, kept)
-    np.testing.assert_array_equal(backend.prefill(1, np.array([9]), 4, (4,), False), expected)
+    np.testing.assert_array_equal(backend.prefill(1, np.array([9]), 4, (4,), 1), expected)
     assert all((row == 0).all() for other in (0, 2) for row in backend.read_row(other).values())
 
 
@@ -56,7 +56,7 @@ def test_reset_row_clears_poison_in_that_row_alone(backend: Backend) -> None:
 
 def test_a_step_writes_one_slot_at_the_same_address(backend: Backend) -> None:
     before, addresses = backend.read_row(2), backend.addresses()
-    backend.prefill(2, np.array([7]), 0, (5,), False)
+    backend.prefill(2, np.array([7]), 0, (5,), 1)
     for name, row in backend.read_row(2).items():
         changed = (row != before[name]).any(axis=(0, 1, 3))
         assert changed.nonzero()[0].tolist() == [5], name
@@ -70,9 +70,9 @@ def test_decode_steps_all_rows(backend: Backend) -> None:
     expected = []
     for row, length in enumerate(lengths):
         for at in range(length):
-            backend.prefill(row, ids[row, at : at + 1], at, (_slot(at),), False)
+            backend.prefill(row, ids[row, at : at + 1], at, (_slot(at),), 1)
         kept = backend.read_row(row)
-        expected.append(backend.prefill(row, ids[row, length : length + 1], length, (_slot(length),), False)[0].copy())
+        expected.append(backend.prefill(row, ids[row, length : length + 1], length, (_slot(length),), 1)[0].copy())
         backend.write_row(row, kept)
     backend.input[:, 0] = [ids[row, length] for row, length in enumerate(lengths)]
     backend.position[:] = lengths
@@ -88,9 +88,9 @@ def _slot(position: int) -> int:
 
 
 def test_all_logits_or_the_last(backend: Backend) -> None:
-    every = backend.prefill(0, np.arange(4), 0, (0,), True).copy()
+    every = backend.prefill(0, np.arange(4), 0, (0,), 4).copy()
     backend.reset_row(0)
-    last = backend.prefill(0, np.arange(4), 0, (0,), False)
+    last = backend.prefill(0, np.arange(4), 0, (0,), 1)
     assert (every.shape, last.shape) == ((4, V), (1, V))
     # One row or four: the product with the head sums in another order.
     np.testing.assert_allclose(every[-1], last[0], atol=1e-4, rtol=0)

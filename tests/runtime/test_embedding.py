@@ -18,7 +18,7 @@ from sinkring.runtime.manifest import Codebooks, Embedding
 from tests.models.tiny import tiny_llama
 from tests.runtime.cuda_double import CudaDouble
 from tests.runtime.engine_case import install_doubles, with_engines
-from tests.runtime.stream_case import IDS, V, assert_close, snapshot
+from tests.runtime.stream_case import IDS, Interrupted, V, assert_close, snapshot
 
 HIDDEN = 32
 HEARD = np.random.default_rng(8).standard_normal((len(IDS), HIDDEN)).astype(np.float32)
@@ -106,12 +106,30 @@ def test_rollback_goes_back_to_rows_and_asks_for_the_next(streams: tuple[Stream,
     one.feed_embeddings(rows[:25])
     one.feed_embeddings(rows[40:42])
     one.rollback(2)
-    with pytest.raises(InputError, match=r"sample: rolled back to a row of feed_embeddings, which was not kept; feed it, or another"):
+    with pytest.raises(InputError, match=r"^sample: after a rollback .* the last token is a row, which was not kept: feed something first"):
         one.sample()
     assert_close(one.feed_embeddings(rows[25:27]), two.feed_embeddings(rows[:27]))
     one.feed(IDS[:2])
     one.rollback(1)
     assert one.sample() == int(two.feed(IDS[:1]).argmax())
+
+
+def test_an_interrupted_call_asks_for_the_next(decoder: Decoder, streams: tuple[Stream, Stream], rows: NDArray[np.float32]) -> None:
+    one, two = streams
+    whole = decoder.backend
+    decoder.backend = Interrupted(whole, 4, after=False)  # type: ignore[assignment]
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            one.feed_embeddings(rows[:30])
+    finally:
+        decoder.backend = whole
+    assert one.position == 12
+    for call in (one.sample, lambda: one.extend(2), lambda: one.generate(1)):
+        with pytest.raises(InputError, match=r"^(sample|extend|generate): after .* an interrupted call, the last token is a row"):
+            call()
+    one.rollback(1)
+    assert_close(one.feed_embeddings(rows[11:30]), two.feed_embeddings(rows[:30]))
+    assert one.sample() == two.sample()
 
 
 def test_fork_and_snapshot_keep_the_gaps(

@@ -75,6 +75,17 @@ def test_a_snapshot_of_either_form_goes_on_in_the_other(decoder: Decoder, in_pla
                 restored.close()
 
 
+def test_a_chunk_without_logits_gives_out_the_same_rows(decoder: Decoder) -> None:
+    backend = decoder.backend
+    found = [backend.prefill(row, IDS[:4], 0, (0,), wanted).copy() for row, wanted in enumerate((0, 1, 4))]
+    assert [len(logits) for logits in found] == [0, 1, 4]
+    kept = [backend.read_row(row) for row in range(3)]
+    for name, held in kept[1].items():
+        assert (held != 0).any(axis=(0, 1, 3)).nonzero()[0].tolist() == [0, 1, 2, 3], name
+        for other in (0, 2):
+            np.testing.assert_array_equal(kept[other][name], held, err_msg=name)
+
+
 def test_rollback_and_fork_are_as_if_never_fed(decoder: Decoder) -> None:
     stream = decoder.stream()
     stream.feed(IDS[:25])

@@ -8,7 +8,7 @@ import pytest
 from sinkring.runtime import Decoder, Stream
 from sinkring.runtime.errors import CapacityError, InputError
 
-from tests.runtime.stream_case import IDS, V, assert_close, logits_after, snapshot, tokens_until
+from tests.runtime.stream_case import IDS, Interrupted, V, assert_close, logits_after, snapshot, tokens_until
 
 BAD_IDS = {
     "empty": [],
@@ -171,31 +171,6 @@ def test_generating_stops_at_the_position_limit(stream: Stream) -> None:
     assert (len(tokens), stream.position) == (3, limit)
 
 
-class _Interrupted:
-    """A backend whose n-th call is interrupted, before it runs or after."""
-
-    def __init__(self, backend: Any, call: int, after: bool) -> None:
-        self._backend, self._left, self._after = backend, call, after
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def _run(self, call: Callable[[], Any]) -> Any:
-        self._left -= 1
-        if self._left == 0 and not self._after:
-            raise KeyboardInterrupt
-        result = call()
-        if self._left == 0:
-            raise KeyboardInterrupt
-        return result
-
-    def decode(self) -> None:
-        self._run(self._backend.decode)
-
-    def prefill(self, *arguments: Any) -> Any:
-        return self._run(lambda: self._backend.prefill(*arguments))
-
-
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("call", [1, 2, 4])
 def test_an_interrupted_feed_leaves_a_stream_that_can_go_on(decoder: Decoder, stream: Stream, call: int, after: bool) -> None:
@@ -204,7 +179,7 @@ def test_an_interrupted_feed_leaves_a_stream_that_can_go_on(decoder: Decoder, st
     stream.feed(said)
     said.append(next(stream.generate(1, **penalty)))
     whole = decoder.backend
-    decoder.backend = _Interrupted(whole, call, after)
+    decoder.backend = Interrupted(whole, call, after)
     with pytest.raises(KeyboardInterrupt):
         stream.feed(IDS[21:40])
     decoder.backend = whole
@@ -227,7 +202,7 @@ def test_an_interrupted_loop_loses_and_doubles_no_token(decoder: Decoder, stream
     expected = list(stream.generate(12, stop_ids=()))
     logits_after(stream, IDS[:20])
     whole = decoder.backend
-    decoder.backend = _Interrupted(whole, 4, after)
+    decoder.backend = Interrupted(whole, 4, after)
     tokens = tokens_until(KeyboardInterrupt, stream.generate(12, stop_ids=()))
     decoder.backend = whole
     assert stream.position == 20 + len(tokens)

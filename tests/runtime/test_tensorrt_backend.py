@@ -134,10 +134,32 @@ def test_rows_are_filled_reset_and_kept_by_themselves(decoder: Decoder) -> None:
 
 def test_prefill_fills_its_row_alone(decoder: Decoder) -> None:
     backend = decoder.backend
-    backend.prefill(2, IDS[:3], 0, (5,), False)
+    backend.prefill(2, IDS[:3], 0, (5,), 1)
     for name, held in backend.read_row(2).items():
         assert (held != 0).any(axis=(0, 1, 3)).nonzero()[0].tolist() == [5, 6, 7], name
     assert all((held == 0).all() for row in (0, 1) for held in backend.read_row(row).values())
+
+
+def test_an_engine_computes_a_row_of_logits_at_least(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None may be wanted, and its profile has no place for that; the cache is that of a call that wants some."""
+    backend = decoder.backend
+    assert isinstance(backend, DeviceBackend)
+    computed, set_shape = [], backend._prefill.set_shape
+
+    def told(name: str, shape: tuple[int, ...]) -> None:
+        if name == "rows":
+            computed.append(shape)
+        set_shape(name, shape)
+
+    monkeypatch.setattr(backend._prefill, "set_shape", told)
+    found = [backend.prefill(row, IDS[:4], 0, (0,), wanted).copy() for row, wanted in enumerate((0, 1, 3))]
+    assert [len(logits) for logits in found] == [0, 1, 3]
+    assert computed == [(1,), (1,), (3,)]
+    np.testing.assert_allclose(found[1], found[2][2:], atol=1e-4, rtol=0)
+    kept = [backend.read_row(row) for row in range(3)]
+    for name, held in kept[1].items():
+        assert (held != 0).any()
+        np.testing.assert_array_equal(kept[0][name], held, err_msg=name)
 
 
 def test_idle_rows_keep_their_state_with_two_copies_each(decoder: Decoder, cuda: CudaDouble) -> None:

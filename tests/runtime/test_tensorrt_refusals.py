@@ -162,7 +162,7 @@ def test_a_write_past_the_end_of_the_cache(bundle: Path, trt: TensorRtDouble) ->
         backend = decoder.backend
         before = backend.read_row(0)
         with pytest.raises(InputError, match=r"write_index\.0: row 0 writes 4 tokens from slot 13, the cache has C=16 slots"):
-            backend.prefill(0, np.arange(4), 0, (13,), False)
+            backend.prefill(0, np.arange(4), 0, (13,), 1)
         backend.write_index[0][0] = 16
         with pytest.raises(InputError, match="row 0 writes 1 tokens from slot 16"):
             backend.decode()
