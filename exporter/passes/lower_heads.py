@@ -36,14 +36,14 @@ class LowerToHeadAttention(LowerRingAttention):
         into = Insertion(shared.graph, ring.node)
         a = ring.attributes
         keys, values = write_rings(into, ring)
-        mask = shared.additive(into, ring)
-        whole = partial(_attend, ring=ring, keys=keys, values=values, mask=mask)
+        query = _scaled(into, ring)
+        whole = partial(_attend, ring=ring, query=query, keys=keys, values=values, mask=shared.additive(into, ring))
         if ring.tokens is None:
             reached, part = shared.reached(into, ring), shared.additive_reached(into, ring)
             # What is reached of a full ring is C, whatever S + W is.
             last = min(a.sinks + a.window, a.capacity - 1) if ring.turns_sinks else a.capacity - 1
             filling = into.op("LessOrEqual", reached, into.ints(last))
-            plain = partial(_attend_plainly, ring=ring, keys=keys, values=values, mask=part, reached=reached)
+            plain = partial(_attend_plainly, ring=ring, query=query, keys=keys, values=values, mask=part, reached=reached)
             attended = into.either(filling, filling_ring=plain, full_ring=whole)
         else:
             attended = whole(into)
@@ -51,26 +51,30 @@ class LowerToHeadAttention(LowerRingAttention):
 
 
 def _attend(
-    into: Insertion, *, ring: RingNode, keys: ir.Value, values: ir.Value, mask: ir.Value, reached: ir.Value | None = None
+    into: Insertion,
+    *,
+    ring: RingNode,
+    query: ir.Value,
+    keys: ir.Value,
+    values: ir.Value,
+    mask: ir.Value,
+    reached: ir.Value | None = None,
 ) -> ir.Value:
     """[B,H,T,D], of the first F slots that `reached` [1] says, whose sinks need no query of their own, or of all C.
 
-    mask: to be added to the scores, f [B,1 or H,T,F].
+    query: scaled. mask: to be added to the scores, f [B,1 or H,T,F].
     """
     a = ring.attributes
-    scale = a.scale / a.softcap if a.softcap else a.scale
-    factor = float_constant(into, f"f32.scale{scale}", scale)
     of_group = _of_group(into, ring, keys, reached)
 
-    def scores_of(query: ir.Value, some_keys: ir.Value) -> ir.Value:
-        # Scaled and turned right in front of the product, both are part of it for ONNX Runtime.
-        scaled = into.op("Mul", _heads(into, ring, query), factor)
-        return into.op("MatMul", scaled, into.op("Transpose", some_keys, perm=[0, 1, 2, 4, 3]))
+    def scores_of(some_query: ir.Value, some_keys: ir.Value) -> ir.Value:
+        # Turned right in front of the product, the keys' turn is part of it for ONNX Runtime.
+        return into.op("MatMul", _heads(into, ring, some_query), into.op("Transpose", some_keys, perm=[0, 1, 2, 4, 3]))
 
-    scores = scores_of(ring.input(0), of_group)
+    scores = scores_of(query, of_group)
     if ring.turns_sinks and reached is None:
         sinks = into.op("Slice", of_group, into.ints(0), into.ints(a.sinks), into.ints(3))
-        scores = into.op("TensorScatter", scores, scores_of(turn_back(into, ring, ring.input(0)), sinks), axis=-1)
+        scores = into.op("TensorScatter", scores, scores_of(turn_back(into, ring, query), sinks), axis=-1)
     if a.softcap:
         scores = cap(into, ring, scores)
     scores = into.op("Add", scores, _mask(into, ring, mask))
@@ -83,12 +87,25 @@ def _attend(
     return into.op("Reshape", attended, into.ints(ring.batch, ring.heads, -1, ring.head_size))
 
 
-def _attend_plainly(into: Insertion, *, ring: RingNode, keys: ir.Value, values: ir.Value, mask: ir.Value, reached: ir.Value) -> ir.Value:
+def _attend_plainly(
+    into: Insertion, *, ring: RingNode, query: ir.Value, keys: ir.Value, values: ir.Value, mask: ir.Value, reached: ir.Value
+) -> ir.Value:
     """As `_attend` of what is reached, by the operator where that knows all that the node asks for."""
     if ring.attributes.softcap or ring.has_sink_logits:
-        return _attend(into, ring=ring, keys=keys, values=values, mask=mask, reached=reached)
+        return _attend(into, ring=ring, query=query, keys=keys, values=values, mask=mask, reached=reached)
     parts = (_part(into, ring, updated, reached) for updated in (keys, values))
-    return into.op("Attention", ring.input(0), *parts, mask, scale=ring.attributes.scale)
+    return into.op("Attention", query, *parts, mask, scale=1.0)
+
+
+def _scaled(into: Insertion, ring: RingNode) -> ir.Value:
+    """[B,H,T,D]: the query times the scale of the scores, and with a softcap divided by that.
+
+    In front of the heads' Reshape, so that it stays a node: ONNX Runtime would make it a factor of the product, and with one it has no
+    product of a vector with a matrix where that lies, but packs a copy of each ring.
+    """
+    a = ring.attributes
+    scale = a.scale / a.softcap if a.softcap else a.scale
+    return into.op("Mul", ring.input(0), float_constant(into, f"f32.scale{scale}", scale))
 
 
 def _heads(into: Insertion, ring: RingNode, query: ir.Value) -> ir.Value:

@@ -200,6 +200,23 @@ def test_onnx_runtime_keeps_the_fused_operator(tmp_path: Path) -> None:
     assert sum(node.op_type == "Attention" for node in kept) == LAYERS
 
 
+@every_role
+def test_onnx_runtime_reads_a_ring_where_it_lies(role: Role, tmp_path: Path) -> None:
+    """Of a product that has a factor, or one side of which is turned by a node of its own, it packs a copy first."""
+    model = lower_for(TARGETS["onnxruntime"], role, simplified(role, False))
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    whole = onnx.load(tmp_path / "optimized.onnx").graph
+    nodes = [*whole.node, *(node for outer in whole.node for branch in outer.attribute for node in branch.g.node)]
+    products = [{a.name: a for a in node.attribute} for node in nodes if node.op_type == "FusedMatMul"]
+    # Of the ring, and of the sinks.
+    assert len(products) == 2 * LAYERS
+    assert {(attributes["alpha"].f, attributes["transB"].i) for attributes in products} == {(1.0, 1)}
+    assert not any(node.op_type == "Transpose" and list(node.attribute[0].ints) == [0, 1, 2, 4, 3] for node in nodes)
+
+
 def test_an_unknown_target_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"'tensorrt-11' is not known; known: onnxruntime, tensorrt, tensorrt-10\.3, tensorrt-rtx"):
         find_target("tensorrt-11")
