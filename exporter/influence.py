@@ -265,10 +265,15 @@ def _parts(model: onnx.ModelProto, tensor: TensorProto) -> list[Part]:
     }
     products = [node for node in model.graph.node if node.op_type in ("MatMul", "Mul") and not read.isdisjoint(node.input)]
     results = _cast(model, products[0].output[0]) if products else set()
-    splits = [node for node in model.graph.node if node.op_type == "Split" and node.input[0] in results]
-    if not splits or len(splits[0].input) < 2:
+    # Apart by columns, or by heads, which are as many columns each (see `SplitHeadsTogether`).
+    reshaped = _behind(model, results, "Reshape")
+    by_head = reshaped | _behind(model, reshaped, "Transpose")
+    splits = [node for node in model.graph.node if node.op_type == "Split" and len(node.input) > 1]
+    found = [node for node in splits if node.input[0] in results or (node.input[0] in by_head and node.attribute[0].i == 1)]
+    if not found:
         return [Part(tensor.name, 0, columns, _model_s_name(tensor.name))]
-    sizes = numpy_helper.to_array(constants[splits[0].input[1]]).tolist()
+    counts = numpy_helper.to_array(constants[found[0].input[1]])
+    sizes = (counts * (columns // counts.sum())).tolist()
     stops = np.cumsum(sizes).tolist()
     # A weight that was merged is called by the names of its parts; one that the model itself splits has one name.
     names = [_model_s_name(name) for name in tensor.name.split("+")]
@@ -280,6 +285,11 @@ def _parts(model: onnx.ModelProto, tensor: TensorProto) -> list[Part]:
 def _cast(model: onnx.ModelProto, name: str) -> set[str]:
     """A tensor and what are but casts of it: in a widened graph they stand between a weight, its product and what takes that apart."""
     return {name, *(node.output[0] for node in model.graph.node if node.op_type == "Cast" and node.input[0] == name)}
+
+
+def _behind(model: onnx.ModelProto, names: set[str], op_type: str) -> set[str]:
+    """What nodes of this operator make of tensors of these names."""
+    return {node.output[0] for node in model.graph.node if node.op_type == op_type and node.input[0] in names}
 
 
 def _model_s_name(initializer: str) -> str:

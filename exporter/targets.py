@@ -11,6 +11,7 @@ from sinkring.exporter.passes.lower_half import LowerToHalfAttention
 from sinkring.exporter.passes.lower_heads import LowerToHeadAttention
 from sinkring.exporter.passes.lowering import LowerRingAttention
 from sinkring.exporter.passes.older_operators import OlderOperators
+from sinkring.exporter.passes.split_heads import SplitHeadsTogether
 from sinkring.exporter.tensorrt_operators import TENSORRT_10_OPERATORS
 from sinkring.exporter.weight_formats import FORMATS
 from sinkring.runtime.backends.engine import TURING_TARGET
@@ -51,7 +52,14 @@ class Target:
 TARGETS = {
     target.name: target
     for target in (
-        Target("onnxruntime", 24, 10, {"decode": LowerToHeadAttention, "prefill": LowerToHeadAttention}, weight_forms=("blocks", "rows")),
+        Target(
+            "onnxruntime",
+            24,
+            10,
+            {"decode": LowerToHeadAttention, "prefill": LowerToHeadAttention},
+            weight_forms=("blocks", "rows"),
+            passes=(SplitHeadsTogether,),
+        ),
         Target(
             "tensorrt-rtx",
             24,
