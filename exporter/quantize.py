@@ -40,9 +40,32 @@ class BlockMatrix:
         return self.values.shape[0], self.values.shape[1]
 
     def packed_values(self) -> NDArray[np.uint8]:
-        """uint8 [N,K/32,32*bits/8], the layout of MatMulNBits: of two 4-bit values in a byte the first is in the low half."""
-        rows, inputs = self.shape
-        return pack(self.values, self.bits).reshape(rows, inputs // BLOCK, BLOCK * self.bits // 8)
+        """uint8 [N,ceil(K/32),32*bits/8], the layout of MatMulNBits: of two 4-bit values in a byte the first is in the low half."""
+        blocks = self.scales.shape[1]
+        values = np.pad(self.values, ((0, 0), (0, blocks * BLOCK - self.shape[1])))
+        return pack(values, self.bits).reshape(len(values), blocks, BLOCK * self.bits // 8)
+
+    def with_residuals_as_weights(self) -> "BlockMatrix":
+        """[N,K+n*K/32] without residuals: behind the weights those of more inputs, the sums of the blocks n times (`copies_of_sums`).
+
+        The first sums have one digit of the residuals and the last the next, in blocks of their own with smaller scales; those between
+        count nothing. The last block may be part of one, as the operator takes it.
+        """
+        assert self.residuals is not None, "there are residuals to keep"
+        count = self.residuals.shape[1]
+        between = (copies_of_sums(count) - 1) * count
+        first = _in_whole_blocks(self.residuals, 0, between, self.bits)
+        left = self.residuals - first.dequantized()[:, :count]
+        last = _in_whole_blocks(left, between, 0, self.bits)
+        # No block has numbers of both.
+        of_first = np.arange(first.scales.shape[1]) * BLOCK < count
+        values = np.where(np.repeat(of_first, BLOCK), first.values, last.values)[:, : between + count]
+        return BlockMatrix(
+            self.bits,
+            np.concatenate([self.values, values], axis=1),
+            np.concatenate([self.scales, np.where(of_first, first.scales, last.scales)], axis=1),
+            np.concatenate([self.zero_points, np.where(of_first, first.zero_points, last.zero_points)], axis=1),
+        )
 
     def packed_zero_points(self) -> NDArray[np.uint8]:
         """uint8 [N,ceil(K/32*bits/8)]."""
@@ -56,6 +79,18 @@ class BlockMatrix:
         if self.residuals is not None:
             blocks += self.residuals[:, :, None]
         return blocks.reshape(rows, inputs)
+
+
+def copies_of_sums(blocks: int) -> int:
+    """How often the sums of a row's blocks are inputs, so that the last of them share no block with the first."""
+    in_whole_blocks = -(-blocks // BLOCK) * BLOCK
+    return 1 + -(-in_whole_blocks // blocks)
+
+
+def _in_whole_blocks(numbers: NDArray[np.float32], before: int, behind: int, bits: int) -> BlockMatrix:
+    """float32 [N,n], with zeros before and behind it, in blocks; zeros stay zeros."""
+    behind += -(before + numbers.shape[1] + behind) % BLOCK
+    return quantize_blocks(torch.from_numpy(np.pad(numbers, ((0, 0), (before, behind)))), bits)
 
 
 def pack(values: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:

@@ -14,6 +14,7 @@ import onnx
 import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
+from sinkring.exporter.passes.quantize_projections import RESIDUALS_AS_WEIGHTS
 from sinkring.runtime.errors import BundleError
 from sinkring.runtime.manifest import Manifest
 
@@ -83,11 +84,20 @@ def _read_matrices(path: Path) -> Iterator[_Stored]:
         values = _unpacked(_read(node, values_at).reshape(len(scales), -1), bits).reshape(*scales.shape, size)
         zeros = _unpacked(_read(node, zeros_at), bits)[:, : scales.shape[1]]
         weight = (values.astype(np.float32) - zeros[:, :, None].astype(np.float32)) * scales[:, :, None]
-        stem = name.rsplit(".", 1)[0]
-        residuals = node.graph.initializers.get(f"{stem}.residuals") if node.graph is not None else None
-        if residuals is not None and residuals.const_value is not None:
-            weight += residuals.const_value.numpy().T[:, :, None]
-        yield _Stored([part.removeprefix("model.") for part in stem.split("+")], weight.reshape(len(scales), -1))
+        weight, stem = weight.reshape(len(scales), -1), name.rsplit(".", 1)[0]
+        if stem.endswith(RESIDUALS_AS_WEIGHTS):
+            stem, weight = stem.removesuffix(RESIDUALS_AS_WEIGHTS), _with_residuals(node, weight, size)
+        yield _Stored([part.removeprefix("model.") for part in stem.split("+")], weight)
+
+
+def _with_residuals(node: ir.Node, weight: NDArray[np.float32], size: int) -> NDArray[np.float32]:
+    """[N,K+n*K/size and padding] -> [N,K]: to the weights of a block is added what each of the n copies of its sum is multiplied with."""
+    joined = node.inputs[0].producer() if node.inputs[0] is not None else None
+    assert joined is not None, f"{node.name}: sums are joined to its inputs"
+    copies, inputs = len(joined.inputs) - 1, node.attributes["K"].as_int()
+    blocks = inputs // (size + copies)
+    residuals = weight[:, blocks * size : inputs].reshape(len(weight), copies, blocks).sum(axis=1)
+    return (weight[:, : blocks * size].reshape(len(weight), blocks, size) + residuals[:, :, None]).reshape(len(weight), -1)
 
 
 def _read_dequantized(node: ir.Node) -> _Stored:

@@ -9,6 +9,7 @@ from sinkring.exporter.passes.merge_projections import MergeProjections
 from sinkring.exporter.passes.quantize_projections import QuantizeProjections
 from sinkring.exporter.passes.quantize_table import QuantizeTable
 from sinkring.exporter.quantize import BLOCK, BlockMatrix
+from sinkring.exporter.stored_weights import put_exact_products
 
 RNG = np.random.default_rng(0)
 K, N, V = 2 * BLOCK, 6, 10
@@ -50,8 +51,28 @@ def parse(text: str, weights: dict[str, np.ndarray]) -> ir.Model:
     return model
 
 
-def run(model: ir.Model, feeds: dict[str, np.ndarray]) -> list[np.ndarray]:
-    return ort.InferenceSession(ir.to_proto(model).SerializeToString()).run(None, feeds)
+def run(model: ir.Model, feeds: dict[str, np.ndarray], exact: bool = False) -> list[np.ndarray]:
+    """exact: with inputs that are not rounded to int8."""
+    proto = ir.to_proto(model)
+    if exact:
+        put_exact_products(proto)
+    return ort.InferenceSession(proto.SerializeToString()).run(None, feeds)
+
+
+def assert_of_residuals(found: np.ndarray, exact: np.ndarray, x: np.ndarray, matrix: BlockMatrix) -> None:
+    """Both products of `x` [...,K] with blocks that have residuals: as near as two digits of those, and sums of inputs in int8, allow."""
+    assert matrix.residuals is not None
+    sums = np.abs(x.astype(np.float64).reshape(*x.shape[:-1], -1, BLOCK).sum(axis=-1))
+    spread = np.ptp(np.pad(matrix.residuals, ((0, 0), (0, 1))), axis=1)
+    of_digits = sums.sum(axis=-1)[..., None] * spread / ((1 << matrix.bits) - 1) ** 2
+    of_int8 = sums.max(axis=-1)[..., None] / 254 * np.abs(matrix.residuals).sum(axis=1)
+    expected = x.astype(np.float64) @ matrix.dequantized().T.astype(np.float64)
+    rounding = 1e-5 * np.abs(expected).max()
+    assert (np.abs(exact - expected) <= of_digits + rounding).all()
+    assert (np.abs(found - expected) <= of_digits + of_int8 + rounding).all()
+    # Without the residuals, or with one digit of 4 bits, it is far outside that.
+    without = sums[..., None, :] * np.abs(matrix.residuals)
+    assert without.sum() > 50 * (of_digits + rounding).sum()
 
 
 def ops(model: ir.Model) -> list[str]:
@@ -59,18 +80,26 @@ def ops(model: ir.Model) -> list[str]:
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("residuals", [False, True])
-def test_a_product_is_that_of_the_blocks(bits: int, residuals: bool) -> None:
-    matrix, x = blocks(N, bits, residuals), inputs()
+def test_a_product_is_that_of_the_blocks(bits: int) -> None:
+    matrix, x = blocks(N, bits), inputs()
     model = parse(PRODUCT, {"w.transposed": matrix.dequantized().T.copy()})
     QuantizeProjections({"w": matrix})(model)
-    assert ops(model) == (["MatMulNBits", "Reshape", "ReduceSum", "MatMul", "Add"] if residuals else ["MatMulNBits"])
+    assert ops(model) == ["MatMulNBits"]
     expected = x.astype(np.float64) @ matrix.dequantized().T.astype(np.float64)
     (found,) = run(model, {"x": x})
     scale = np.abs(expected).max()
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * scale)
-    # One value of one block off by one, or its residual left out, is far outside that.
+    # One value of one block off by one is far outside that.
     assert np.abs(x.min() * matrix.scales).max() > 1e-4 * scale
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_residuals_are_weights_of_the_blocks_sums(bits: int) -> None:
+    matrix, x = blocks(N, bits, residuals=True), inputs()
+    model = parse(PRODUCT, {"w.transposed": matrix.dequantized().T.copy()})
+    QuantizeProjections({"w": matrix})(model)
+    assert ops(model) == ["Reshape", "ReduceSum", "Concat", "MatMulNBits"]
+    assert_of_residuals(*run(model, {"x": x}), *run(model, {"x": x}, exact=True), x, matrix)
 
 
 def test_merged_products_keep_their_own_blocks_and_one_stays_apart() -> None:
@@ -82,8 +111,9 @@ def test_merged_products_keep_their_own_blocks_and_one_stays_apart() -> None:
     MergeProjections(lambda name: name.removesuffix(".transposed") in chosen)(model)
     QuantizeProjections(chosen)(model)
     assert ops(model).count("MatMulNBits") == 1
-    found = run(model, {"x": x})
-    for got, weight in zip(found, floats.values(), strict=True):
+    found, exact = run(model, {"x": x}), run(model, {"x": x}, exact=True)
+    assert_of_residuals(found[0], exact[0], x, first)
+    for got, weight in list(zip(found, floats.values(), strict=True))[1:]:
         expected = x.astype(np.float64) @ weight.astype(np.float64)
         np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
@@ -106,13 +136,14 @@ def test_a_tied_table_is_looked_up_and_multiplied_with(bits: int) -> None:
 
 @pytest.mark.parametrize("residuals", [False, True])
 def test_a_float16_product_is_one_of_float32(residuals: bool) -> None:
-    matrix, x = blocks(N, 4, residuals), inputs()
+    matrix, x = blocks(N, 4, residuals), inputs() / 128
     model = parse(PRODUCT.replace("float[", "float16["), {"w.transposed": matrix.dequantized().T.astype(np.float16)})
     QuantizeProjections({"w": matrix})(model)
-    expected = x @ matrix.dequantized().T
-    (found,) = run(model, {"x": x.astype(np.float16)})
+    float_model = parse(PRODUCT, {"w.transposed": matrix.dequantized().T.copy()})
+    QuantizeProjections({"w": matrix})(float_model)
+    (found,), (expected,) = run(model, {"x": x.astype(np.float16)}), run(float_model, {"x": x})
     assert found.dtype == np.float16
-    np.testing.assert_allclose(found, expected, rtol=2.0**-11, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_array_equal(found, expected.astype(np.float16))
 
 
 def test_merged_float16_products() -> None:
@@ -153,10 +184,9 @@ def test_graph_as_text() -> None:
     body = onnx.printer.to_text(ir.to_proto(model)).split("{", 2)[-1]
     lines = [line.split("] ", 1)[1] for line in body.splitlines() if "] " in line and "node_" in line]
     assert lines == [
-        "val_0 = com.microsoft.MatMulNBits <K: int = 64, N: int = 6, bits: int = 4, block_size: int = 32, accuracy_level: int = 4>"
-        ' (x, "w.values", "w.scales", "w.zero_points")',
-        'val_1 = Reshape (x, "i64.0.0.2.32")',
-        'val_2 = ReduceSum <keepdims: int = 0> (val_1, "i64.-1")',
-        'val_3 = MatMul (val_2, "w.residuals")',
-        "y = Add (val_0, val_3)",
+        'val_0 = Reshape (x, "i64.0.0.2.32")',
+        'val_1 = ReduceSum <keepdims: int = 0> (val_0, "i64.-1")',
+        "val_2 = Concat <axis: int = -1> (x, " + ", ".join(["val_1"] * 17) + ")",
+        "y = com.microsoft.MatMulNBits <K: int = 98, N: int = 6, bits: int = 4, block_size: int = 32, accuracy_level: int = 4>"
+        ' (val_2, "w.and_residuals.values", "w.and_residuals.scales", "w.and_residuals.zero_points")',
     ]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from sinkring.exporter.quantize import BLOCK, quantize_blocks, stack
+from sinkring.exporter.quantize import BLOCK, BlockMatrix, copies_of_sums, quantize_blocks, stack
 from sinkring.exporter.weight_formats import take_over
 from sinkring.models.gguf_blocks import GgufBlocks
 
@@ -72,6 +72,31 @@ def test_blocks_with_a_minimum_are_taken_over_with_a_residual() -> None:
     np.testing.assert_allclose(taken.dequantized(), blocks.dequantized(), rtol=0, atol=1e-6)
     both = stack([quantize_blocks(WEIGHT[:, : 2 * BLOCK], 4), taken])
     np.testing.assert_array_equal(both.dequantized()[6:], taken.dequantized())
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5, 16, 18, 31, 32, 33, 48, 64, 65])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_residuals_as_weights_of_sums(blocks: int, bits: int) -> None:
+    """What all copies of a block's sum are multiplied with is its residual; the blocks themselves stay as they are."""
+    values = RNG.integers(0, 1 << bits, (5, blocks * BLOCK), dtype=np.uint8)
+    scales, residuals = RNG.random((5, blocks), np.float32), RNG.normal(size=(5, blocks)).astype(np.float32)
+    zeros = RNG.integers(0, 1 << bits, (5, blocks), dtype=np.uint8)
+    wide = BlockMatrix(bits, values, scales, zeros, residuals).with_residuals_as_weights()
+    copies, rest = divmod(wide.shape[1] - blocks * BLOCK, blocks)
+    assert (copies, rest) == (copies_of_sums(blocks), 0)
+    assert wide.residuals is None
+    np.testing.assert_array_equal(wide.values[:, : blocks * BLOCK], values)
+    np.testing.assert_array_equal(wide.scales[:, :blocks], scales)
+    np.testing.assert_array_equal(wide.zero_points[:, :blocks], zeros)
+    tail = (wide.values.astype(np.float64) - np.repeat(wide.zero_points, BLOCK, axis=1)[:, : wide.shape[1]]) * np.repeat(
+        wide.scales, BLOCK, axis=1
+    )[:, : wide.shape[1]]
+    kept = tail[:, blocks * BLOCK :].reshape(5, copies, blocks).sum(axis=1)
+    # One step of a grid that holds zero and all residuals, in two digits. An outermost number may be clipped for the sake of the rest.
+    step = np.ptp(np.pad(residuals, ((0, 0), (0, 1))), axis=1, keepdims=True) / ((1 << bits) - 1) ** 2
+    off = np.abs(kept - residuals) / step
+    assert np.sqrt(np.square(off).mean()) <= 0.5
+    assert off.max() <= 4
 
 
 def test_blocks_are_not_taken_over_for_other_weights_bits_or_operators() -> None:

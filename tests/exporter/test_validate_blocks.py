@@ -48,7 +48,7 @@ def test_what_export_writes_passes(bundle: Path) -> None:
     ("suffix", "words"),
     [
         ("o_proj.weight.values", "more than rounding to int4 explains"),
-        ("up_proj.weight.residuals", "more than the source's blocks taken over explain"),
+        ("up_proj.weight.and_residuals.scales", "more than the source's blocks taken over explain"),
     ],
 )
 def test_stored_weights_that_are_not_the_models_fail(bundle: Path, tmp_path: Path, suffix: str, words: str) -> None:
