@@ -16,7 +16,7 @@ import numpy as np
 import onnxruntime as ort
 from rich.console import Console
 from rich.table import Table
-from sinkring.runtime import Decoder, open_bundle
+from sinkring.runtime import Decoder, SinkringError, open_bundle
 from sinkring.runtime.backends import onnxruntime as backend
 
 PROMPT = 900
@@ -30,7 +30,10 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--json", type=Path, help="where to write what was measured")
     args = parser.parse_args()
-    found = {str(bundle): measure(bundle, args.rounds, args.threads) for bundle in args.bundles}
+    try:
+        found = {str(bundle): measure(bundle, args.rounds, args.threads) for bundle in args.bundles}
+    except SinkringError as error:
+        parser.error(str(error))
     table = Table("bundle", "opened", "prompt, tokens/s", "step, ms", "huge pages, MB")
     for bundle, ways in found.items():
         for way, result in ways.items():

@@ -12,6 +12,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 from sinkring.exporter.bench.session import OLDEST, BenchSession
+from sinkring.runtime import SinkringError
 
 STEPS = 10
 # Of each turn: what was moved to place the stream is in the caches, and the weights are not.
@@ -25,7 +26,10 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--json", type=Path, help="where to write what was measured")
     args = parser.parse_args()
-    found = {str(bundle): measure(bundle, args.rounds, args.threads) for bundle in args.bundles}
+    try:
+        found = {str(bundle): measure(bundle, args.rounds, args.threads) for bundle in args.bundles}
+    except SinkringError as error:
+        parser.error(str(error))
     table = Table("bundle", "at C, ms", f"at {OLDEST:,}, ms", "ratio")
     for bundle, result in found.items():
         low, middle, high = result["ratio"]
