@@ -3,8 +3,6 @@
 Prints a table: a prompt of 900 tokens into an empty ring, and steps at a full one; medians, the middle half in brackets.
 """
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,34 +12,21 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from rich.console import Console
 from rich.table import Table
-from sinkring.runtime import Decoder, SinkringError, open_bundle
+from sinkring.runtime import Decoder, open_bundle
 from sinkring.runtime.backends import onnxruntime as backend
+from turns import quartiles, run_for_bundles, show
 
 PROMPT = 900
 STEPS = 12
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bundles", type=Path, nargs="+", help="of one row")
-    parser.add_argument("--rounds", type=int, default=8, help="(%(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="(%(default)s)")
-    parser.add_argument("--json", type=Path, help="where to write what was measured")
-    args = parser.parse_args()
-    try:
-        found = {str(bundle): measure(bundle, args.rounds, args.threads) for bundle in args.bundles}
-    except SinkringError as error:
-        parser.error(str(error))
+def tabulate(found: dict[str, dict[str, dict[str, Any]]]) -> Table:
     table = Table("bundle", "opened", "prompt, tokens/s", "step, ms", "huge pages, MB")
     for bundle, ways in found.items():
         for way, result in ways.items():
             table.add_row(bundle, way, show(result["prompt"], 0), show(result["step"], 1), f"{result['huge_bytes'] / 1e6:.0f}")
-    Console().print(table)
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return 0
+    return table
 
 
 def measure(bundle: Path, rounds: int, threads: int) -> dict[str, dict[str, Any]]:
@@ -74,15 +59,6 @@ def timed(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
-
-
-def quartiles(values: list[float]) -> list[float]:
-    return [float(value) for value in np.percentile(values, (25, 50, 75))]
-
-
-def show(values: list[float], digits: int) -> str:
-    low, middle, high = (f"{value:,.{digits}f}" for value in values)
-    return f"{middle} ({low} .. {high})"
 
 
 def huge_bytes() -> int:
@@ -118,4 +94,4 @@ def denormals() -> Iterator[None]:
 WAYS = {"as it is": nullcontext, "in pages of 4 KB": small_pages, "with denormals": denormals}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_for_bundles(__doc__, 8, measure, tabulate))

@@ -1,44 +1,26 @@
 """A step at position a million beside one at a full ring's first turn, in one process, in turns and in either order.
 
-Prints, for each bundle, medians in ms and the ratio of the two within a round: its median and the middle half.
+Prints, for each bundle, both in ms and the ratio of the two within a round: medians, the middle half in brackets.
 """
 
-import argparse
-import json
 import sys
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from sinkring.exporter.bench.session import OLDEST, BenchSession
-from sinkring.runtime import SinkringError
+from turns import quartiles, run_for_bundles, show
 
 STEPS = 10
 # Of each turn: what was moved to place the stream is in the caches, and the weights are not.
 UNTIMED = 2
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bundles", type=Path, nargs="+")
-    parser.add_argument("--rounds", type=int, default=32, help="(%(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="(%(default)s)")
-    parser.add_argument("--json", type=Path, help="where to write what was measured")
-    args = parser.parse_args()
-    try:
-        found = {str(bundle): measure(bundle, args.rounds, args.threads) for bundle in args.bundles}
-    except SinkringError as error:
-        parser.error(str(error))
+def tabulate(found: dict[str, dict[str, list[float]]]) -> Table:
     table = Table("bundle", "at C, ms", f"at {OLDEST:,}, ms", "ratio")
     for bundle, result in found.items():
-        low, middle, high = result["ratio"]
-        young, old = (f"{result[name][1]:.2f}" for name in ("young_ms", "old_ms"))
-        table.add_row(bundle, young, old, f"{middle:.3f} ({low:.3f} .. {high:.3f})")
-    Console().print(table)
-    if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return 0
+        table.add_row(bundle, show(result["young_ms"], 2), show(result["old_ms"], 2), show(result["ratio"], 3))
+    return table
 
 
 def measure(bundle: Path, rounds: int, threads: int) -> dict[str, list[float]]:
@@ -51,11 +33,8 @@ def measure(bundle: Path, rounds: int, threads: int) -> dict[str, list[float]]:
         turns.append((times[session.full], times[OLDEST]))
     session.decoder.close()
     young, old = np.array(turns).T
-    return {
-        name: np.percentile(values, [25, 50, 75]).tolist()
-        for name, values in (("young_ms", young), ("old_ms", old), ("ratio", old / young))
-    }
+    return {"young_ms": quartiles(young), "old_ms": quartiles(old), "ratio": quartiles(old / young)}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_for_bundles(__doc__, 32, measure, tabulate))
