@@ -23,19 +23,25 @@ from sinkring.runtime.manifest import Manifest
 class Moved:
     """How far a stored matrix is from the model's own. distance: norm of the difference over the norm. beyond: share of its weights that
     are further off than rounding to the nearest of their grid explains, 0 for blocks with zero points, whose grids are not known here.
+    residuals: whether its blocks have some, which are rounded.
     """
 
     distance: float
     beyond: float = 0.0
+    residuals: bool = False
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """names: of the parameters whose rows they are. weight: float32 [N,K]. nearest: float32 [N,K], most that rounding moves each."""
+    """names: of the parameters whose rows they are. weight: float32 [N,K]. nearest: float32 [N,K], most that rounding moves each.
+
+    residuals: whether its blocks have some.
+    """
 
     names: list[str]
     weight: NDArray[np.float32]
     nearest: NDArray[np.float32] | None = None
+    residuals: bool = False
 
 
 def put_stored_weights(network: torch.nn.Module, bundle: Path, manifest: Manifest) -> dict[str, Moved]:
@@ -59,7 +65,7 @@ def put_stored_weights(network: torch.nn.Module, bundle: Path, manifest: Manifes
             off, beyond = (torch.from_numpy(matrix[rows]) - weight).numpy(), 0.0
             if stored.nearest is not None:
                 beyond = float(np.mean(np.abs(off) > stored.nearest[rows] + rounding * np.abs(matrix[rows])))
-            found = Moved(float(np.linalg.norm(off) / max(float(weight.norm()), 1e-30)), beyond)
+            found = Moved(float(np.linalg.norm(off) / max(float(weight.norm()), 1e-30)), beyond, stored.residuals)
             weight.data.copy_(torch.from_numpy(matrix[rows]))
             # A tied one may be read twice, and is itself by then.
             moved.setdefault(name, found)
@@ -85,9 +91,10 @@ def _read_matrices(path: Path) -> Iterator[_Stored]:
         zeros = _unpacked(_read(node, zeros_at), bits)[:, : scales.shape[1]]
         weight = (values.astype(np.float32) - zeros[:, :, None].astype(np.float32)) * scales[:, :, None]
         weight, stem = weight.reshape(len(scales), -1), name.rsplit(".", 1)[0]
-        if stem.endswith(RESIDUALS_AS_WEIGHTS):
+        residuals = stem.endswith(RESIDUALS_AS_WEIGHTS)
+        if residuals:
             stem, weight = stem.removesuffix(RESIDUALS_AS_WEIGHTS), _with_residuals(node, weight, size)
-        yield _Stored([part.removeprefix("model.") for part in stem.split("+")], weight)
+        yield _Stored([part.removeprefix("model.") for part in stem.split("+")], weight, residuals=residuals)
 
 
 def _with_residuals(node: ir.Node, weight: NDArray[np.float32], size: int) -> NDArray[np.float32]:

@@ -107,7 +107,8 @@ def _moved_too_far(manifest: Manifest, moved: dict[str, Moved]) -> list[str]:
         distance = found.distance
         # A scale that is taken over is exact in float32 only.
         exact = name in taken_over and manifest.dtype == "float32"
-        limit = MOST_MOVED["taken over" if exact else manifest.weights.format]
+        kind = "residuals taken over" if found.residuals else "taken over"
+        limit = MOST_MOVED[kind if exact else manifest.weights.format]
         if not distance <= limit:
             said = "the source's blocks taken over explain" if name in taken_over else f"rounding to {manifest.weights.format} explains"
             lines.append(f"{name}: what is stored is {distance:.2g} of its norm off from the model's weight, more than {said} ({limit:g})")

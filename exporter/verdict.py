@@ -28,7 +28,7 @@ GROWTH_NOISE = 0.02
 # those with residuals that of these to 8 bits, 0.0004, and without their residuals it would be 0.08.
 # MOST_BEYOND: share of a matrix's weights that may be stored as another number than the nearest of their grid: none measures so, a scale in
 # its neighbour's place moves half of them. ROUNDED_KL: mean nats that rounding inputs to int8 may cost (SmolLM2: 0.003).
-MOST_MOVED = {"int4": 0.3, "int8": 0.05, "int8-rows": 0.05, "fp8": 0.1, "taken over": 1e-3}
+MOST_MOVED = {"int4": 0.3, "int8": 0.05, "int8-rows": 0.05, "fp8": 0.1, "taken over": 1e-5, "residuals taken over": 1e-3}
 MOST_BEYOND = 1e-3
 ROUNDED_KL = 0.05
 
