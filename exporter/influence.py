@@ -269,7 +269,7 @@ def _parts(model: onnx.ModelProto, tensor: TensorProto) -> list[Part]:
     reshaped = _behind(model, results, "Reshape")
     by_head = reshaped | _behind(model, reshaped, "Transpose")
     splits = [node for node in model.graph.node if node.op_type == "Split" and len(node.input) > 1]
-    found = [node for node in splits if node.input[0] in results or (node.input[0] in by_head and node.attribute[0].i == 1)]
+    found = [node for node in splits if node.input[0] in results or (node.input[0] in by_head and _axis(node) == 1)]
     if not found:
         return [Part(tensor.name, 0, columns, _model_s_name(tensor.name))]
     counts = numpy_helper.to_array(constants[found[0].input[1]])
@@ -284,12 +284,17 @@ def _parts(model: onnx.ModelProto, tensor: TensorProto) -> list[Part]:
 
 def _cast(model: onnx.ModelProto, name: str) -> set[str]:
     """A tensor and what are but casts of it: in a widened graph they stand between a weight, its product and what takes that apart."""
-    return {name, *(node.output[0] for node in model.graph.node if node.op_type == "Cast" and node.input[0] == name)}
+    return {name} | _behind(model, {name}, "Cast")
 
 
 def _behind(model: onnx.ModelProto, names: set[str], op_type: str) -> set[str]:
     """What nodes of this operator make of tensors of these names."""
     return {node.output[0] for node in model.graph.node if node.op_type == op_type and node.input[0] in names}
+
+
+def _axis(node: onnx.NodeProto) -> int:
+    """0, the operator's default, where none is said."""
+    return next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
 
 
 def _model_s_name(initializer: str) -> str:

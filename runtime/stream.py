@@ -378,9 +378,10 @@ class Stream:
 
     def _take_logits(self, logits: NDArray[np.float32]) -> None:
         """Logits [N,V] that were computed, N may be 0: keep the last, and stop the stream if any are no numbers to go on with."""
-        for newest in logits[-1:]:
-            self._logits[:] = newest
-        fault = numerical_fault(logits) if len(logits) and self._decoder.alarms else None
+        if not len(logits):
+            return
+        self._logits[:] = logits[-1]
+        fault = numerical_fault(logits) if self._decoder.alarms else None
         if fault is not None:
             self._alarm = fault
             self.recorder.numerical_alarms += 1

@@ -13,11 +13,12 @@ BY_HEAD = (0, 2, 1, 3)
 
 @dataclass(frozen=True)
 class _Part:
-    """One output of a Split as heads: [B,T,heads*size] -> [B,heads,T,size]. transpose: the node that gives that."""
+    """One output of a Split as heads: [B,T,heads*size] -> [B,heads,T,size]. by what two nodes."""
 
     batch: int
     heads: int
     size: int
+    reshape: ir.Node
     transpose: ir.Node
 
 
@@ -52,7 +53,7 @@ def _part(value: ir.Value) -> _Part | None:
         or columns[2] != count * size
     ):
         return None
-    return _Part(batch, count, size, transpose)
+    return _Part(batch, count, size, reshape, transpose)
 
 
 def _only_reader(value: ir.Value, op_type: str) -> ir.Node | None:
@@ -74,7 +75,5 @@ def _split_once(graph: ir.Graph, split: ir.Node, parts: list[_Part]) -> None:
         old = part.transpose.outputs[0]
         value.shape, value.type = old.shape, old.type
         replace_value(old, value)
-        reshape = part.transpose.inputs[0].producer()  # type: ignore[union-attr]
-        graph.remove(part.transpose, safe=True)
-        graph.remove(reshape, safe=True)  # type: ignore[arg-type]
+        graph.remove([part.transpose, part.reshape], safe=True)
     graph.remove(split, safe=True)

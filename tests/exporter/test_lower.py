@@ -189,14 +189,19 @@ def test_every_weight_counts(role: Role, tied: bool) -> None:
     assert sum(value.const_value.nbytes for value in ours if value.const_value is not None) <= 4 * parameters
 
 
+def optimized(model: ir.Model, folder: Path) -> onnx.GraphProto:
+    """What ONNX Runtime makes of a graph."""
+    options = ort.SessionOptions()
+    options.optimized_model_filepath = str(folder / "optimized.onnx")
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return onnx.load(folder / "optimized.onnx").graph
+
+
 def test_onnx_runtime_keeps_the_fused_operator(tmp_path: Path) -> None:
     """It inlines an Attention that it has no kernel for into dozens of nodes, without a word and six times slower."""
     model = lower_for(TARGETS["tensorrt-rtx"], "decode", simplified("decode", False))
-    options = ort.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
-    kept = onnx.load(tmp_path / "optimized.onnx").graph.node
+    kept = optimized(model, tmp_path).node
     assert sum(node.op_type == "Attention" for node in kept) == LAYERS
 
 
@@ -204,11 +209,7 @@ def test_onnx_runtime_keeps_the_fused_operator(tmp_path: Path) -> None:
 def test_onnx_runtime_reads_a_ring_where_it_lies(role: Role, tmp_path: Path) -> None:
     """Of a product that has a factor, or one side of which is turned by a node of its own, it packs a copy first."""
     model = lower_for(TARGETS["onnxruntime"], role, simplified(role, False))
-    options = ort.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
-    whole = onnx.load(tmp_path / "optimized.onnx").graph
+    whole = optimized(model, tmp_path)
     nodes = [*whole.node, *(node for outer in whole.node for branch in outer.attribute for node in branch.g.node)]
     products = [{a.name: a for a in node.attribute} for node in nodes if node.op_type == "FusedMatMul"]
     # Of the ring, and of the sinks.
