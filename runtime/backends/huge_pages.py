@@ -17,7 +17,8 @@ import numpy as np
 
 _MAPS = Path("/proc/self/maps")
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
-# Of linux/mman.h, since Linux 6.1: exchange the pages now. Before it, or where it is refused, the kernel does so in its own time.
+# Of linux/mman.h, since Linux 6.1: exchange the pages now. Before it, or where it is refused, the addresses are marked and the kernel does
+# so in its own time. Only then: a mark outlives the bundle, and whatever little lies there afterwards takes up a huge page.
 _MADV_COLLAPSE = 25
 # What is mapped but not used, as most of a thread's stack, must not be filled.
 _USED = 0.9
@@ -57,8 +58,7 @@ def use_huge_pages(since: list[Stretch]) -> int:
     for mapping in mapped():
         for stretch in _without(mapping, since):
             for start, end in _used(library, stretch, page):
-                if library.madvise(start, end - start, mmap.MADV_HUGEPAGE) == 0:
-                    library.madvise(start, end - start, _MADV_COLLAPSE)
+                if library.madvise(start, end - start, _MADV_COLLAPSE) == 0 or library.madvise(start, end - start, mmap.MADV_HUGEPAGE) == 0:
                     asked += end - start
     return asked
 

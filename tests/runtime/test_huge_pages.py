@@ -78,6 +78,24 @@ def test_what_is_hardly_used_is_not_filled() -> None:
         del array
 
 
+@pytest.mark.usefixtures("supported")
+def test_once_free_it_is_like_any_memory() -> None:
+    if "[always]" in (huge_pages._SETTINGS / "enabled").read_text():
+        pytest.skip("here one byte takes a huge page wherever it lies")
+    before = huge_pages.mapped()
+    with closing(area()) as memory:
+        array = np.frombuffer(memory, np.uint8)
+        array[:] = 1
+        huge_pages.use_huge_pages(since=before)
+        # What malloc does with memory that it gives back and takes again.
+        memory.madvise(mmap.MADV_DONTNEED)
+        empty = bytes_of(memory, "Rss")
+        array[5 * PAGE] = 1
+        taken = bytes_of(memory, "Rss") - empty
+        del array
+    assert taken <= mmap.PAGESIZE
+
+
 @pytest.mark.parametrize(
     "settings", [{}, {"enabled": "always madvise [never]\n", "hpage_pmd_size": f"{PAGE}\n"}], ids=["no pages", "never"]
 )
