@@ -23,10 +23,13 @@ from sinkring.runtime.errors import InputError
 
 # The draw sums this many weights at a time: a running sum over all of V is ten times slower, its additions wait for each other.
 _BLOCK = 128
-# The search for the nucleus' smallest weight halves its range until no more than this many weights are left to sort.
-_SORT_BELOW = 64
+# So many weights are sorted, or summed one after another, rather than halved or taken in blocks: after a step the CPU's caches hold
+# nothing of this, and each call waits for its own code.
+_SORT_BELOW = 2048
 # numpy lists, in 8 bytes each, the places of what it picks out: so that is done only for one in so many weights.
 _FEW = 32
+# The first guess of how many tokens share what the nucleus leaves out.
+_SHARING = 512
 # Rounding must not take a weight out of the nucleus.
 _BELOW = 1 - 1e-5
 _LARGEST = float(np.finfo(np.float32).max)
@@ -127,16 +130,16 @@ class Sampler:
         for token in history:
             self.observe(token)
 
-    def sample(self, logits: NDArray[np.float32]) -> int:
+    def sample(self, logits: NDArray[np.float32], checked: bool = False) -> int:
         """The next token id. logits: float32 or float16 [V], never modified. Does not observe the token.
 
+        checked: the caller has seen that they are finite, of that shape and dtype, and they are not looked at again.
         Greedy draws nothing from the generator; any other call draws one number.
         Raises InputError for another shape or dtype, and for logits that are not finite.
         """
-        if self.options.temperature == 0:
+        if not checked:
             self._check(logits)
-            if self.options.repetition_penalty == 1:
-                return int(logits.argmax())
+        if self.options.temperature == 0:
             return int(self._penalised(logits).argmax())
         ids, weights = self._weigh(logits)
         index = self._draw(weights)
@@ -158,6 +161,7 @@ class Sampler:
         if self.options.temperature == 0:
             result[self.sample(logits)] = 1
             return result
+        self._check(logits)
         ids, weights = self._weigh(logits)
         result[slice(None) if ids is None else ids] = weights
         result /= result.sum()
@@ -212,14 +216,15 @@ class Sampler:
             )
 
     def _penalised(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
-        """A copy float32 [V] in the work array, with the repetition penalty."""
+        """Scores [V] with the repetition penalty: the logits themselves, not to be written to, or a copy float32 in the work array."""
         scores, penalty = self._scores, self.options.repetition_penalty
+        if penalty == 1 or not self._recent_count:
+            return logits
         np.copyto(scores, logits)
-        if penalty != 1 and self._recent_count:
-            # A token that occurs twice is read twice before either is written: the penalty still acts once.
-            recent = self._recent[: self._recent_count]
-            old = scores[recent].astype(np.float64)
-            scores[recent] = np.clip(np.where(old > 0, old / penalty, old * penalty), -_LARGEST, _LARGEST)
+        # A token that occurs twice is read twice before either is written: the penalty still acts once.
+        recent = self._recent[: self._recent_count]
+        old = scores[recent].astype(np.float64)
+        scores[recent] = np.clip(np.where(old > 0, old / penalty, old * penalty), -_LARGEST, _LARGEST)
         return scores
 
     def _weigh(self, logits: NDArray[np.float32]) -> tuple[NDArray[np.intp] | None, NDArray[np.float32]]:
@@ -228,15 +233,15 @@ class Sampler:
         Without top-k the ids are None, which stands for all: n = V.
         """
         options = self.options
-        self._check(logits)
-        weights = self._penalised(logits)
+        scores = self._penalised(logits)
         ids: NDArray[np.intp] | None = None
         if 0 < options.top_k < self.vocab_size:
-            ids = self._largest(weights, options.top_k)
-            weights = weights[ids]
+            ids = self._largest(scores, options.top_k)
+            scores = scores[ids]
+        weights = self._scores[: len(scores)]
         with np.errstate(over="ignore"):  # a difference beyond float32 becomes -inf, and its weight 0
-            weights -= weights.max()
-            weights /= options.temperature
+            np.subtract(scores, scores.max(), out=weights, dtype=np.float32)
+            weights *= np.float32(1 / options.temperature)
         np.exp(weights, out=weights)
         if options.top_p < 1:
             ids, weights = self._nucleus(ids, weights, options.top_p)
@@ -245,10 +250,18 @@ class Sampler:
         return ids, weights
 
     def _largest(self, scores: NDArray[np.float32], k: int) -> NDArray[np.intp]:
-        """Ascending ids [k] of the k largest scores."""
-        self._scratch[:] = scores
-        self._scratch.partition(self.vocab_size - k)
-        edge = self._scratch[self.vocab_size - k]
+        """Ascending ids [k] of the k largest scores, k < V."""
+        blocks = self.vocab_size // _BLOCK
+        if k > blocks:
+            values = self._scratch
+            values[:] = scores
+        else:
+            # The k-th largest score is no smaller than the largest of each of k parts, so few are left to look among.
+            tops = scores[: blocks * _BLOCK].reshape(_BLOCK, blocks).max(axis=0)
+            tops.partition(blocks - k)
+            values = scores[np.flatnonzero(np.greater_equal(scores, tops[blocks - k], out=self._mask))]
+        values.partition(len(values) - k)
+        edge = values[len(values) - k]
         ids = np.flatnonzero(np.greater_equal(scores, edge, out=self._mask))
         if len(ids) > k:
             at_edge = np.flatnonzero(scores[ids] == edge)
@@ -259,13 +272,18 @@ class Sampler:
         self, ids: NDArray[np.intp] | None, weights: NDArray[np.float32], top_p: float
     ) -> tuple[NDArray[np.intp] | None, NDArray[np.float32]]:
         """As `_weigh`, of the nucleus: of a peaked distribution only the tokens that may be in it, of a flat one all, the others 0."""
-        need = top_p * (total := float(weights.sum(dtype=np.float64)))
-        # All weights up to (1 - top_p) / n of the total add up to less than what may be left out: of a peaked distribution nearly all.
-        least = np.float32((1 - top_p) * total / len(weights) * _BELOW)
-        likely = np.greater(weights, least, out=self._mask[: len(weights)])
-        if np.count_nonzero(likely) <= len(weights) // _FEW:
+        need = top_p * (total := float(weights.sum()))
+        # First as if at most so many tokens shared what may be left out: of a peaked distribution, the tokens above such a share reach
+        # `need` by themselves, and the nucleus is among them. All tokens up to the V-th part of it never add up to more than it.
+        for sharing in (_SHARING, len(weights)):
+            least = np.float32((1 - top_p) * total / sharing * _BELOW)
+            likely = np.greater(weights, least, out=self._mask[: len(weights)])
+            if np.count_nonzero(likely) > len(weights) // _FEW:
+                break
             places = np.flatnonzero(likely)
-            ids, weights = places if ids is None else ids[places], weights[places]
+            if sharing == len(weights) or weights[places].sum(dtype=np.float64) >= need:
+                ids, weights = places if ids is None else ids[places], weights[places]
+                break
         smallest, equals = self._nucleus_edge(weights, need)
         keep = self._mask[: len(weights)]
         dropped = np.flatnonzero(np.equal(weights, smallest, out=keep))[equals:]
@@ -302,6 +320,9 @@ class Sampler:
 
     def _draw(self, weights: NDArray[np.float32]) -> int:
         """An index into weights, each with a probability in proportion to its weight."""
+        if len(weights) <= _SORT_BELOW:
+            running = np.cumsum(weights, dtype=np.float64)
+            return self._crossing(weights, running, self._generator.random() * running[-1])
         whole = len(weights) // _BLOCK
         sums = self._block_sums[: whole + 1]
         np.add.reduce(weights[: whole * _BLOCK].reshape(whole, _BLOCK), axis=1, dtype=np.float64, out=sums[:whole])
@@ -312,7 +333,11 @@ class Sampler:
         block = int(np.searchsorted(sums, target, side="right"))
         inside = weights[block * _BLOCK : (block + 1) * _BLOCK]
         running = np.cumsum(inside, dtype=np.float64)
-        index = int(np.searchsorted(running, target - (sums[block - 1] if block else 0.0), side="right"))
-        if index == len(inside):  # the block's sum and its running sum round differently
-            index = int(np.flatnonzero(inside)[-1])
-        return block * _BLOCK + index
+        return block * _BLOCK + self._crossing(inside, running, target - (sums[block - 1] if block else 0.0))
+
+    @staticmethod
+    def _crossing(weights: NDArray[np.float32], running: NDArray[np.float64], target: float) -> int:
+        """The first index whose running sum is above the target: tokens of weight 0 are passed over."""
+        index = int(np.searchsorted(running, target, side="right"))
+        # A block's sum and its running sum round differently.
+        return index if index < len(weights) else int(np.flatnonzero(weights)[-1])

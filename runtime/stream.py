@@ -134,7 +134,7 @@ class Stream:
             return np.fromiter(self._generate(int(tokens), sampler, frozenset()), np.int64, int(tokens))
         self._renew_logits()
         self.about_to_write(int(tokens) - 1)
-        first = sampler.sample(self._logits)
+        first = sampler.sample(self._logits, checked=self._decoder.alarms)
         picked = self._decoder.extend(self, first, sampling_inputs(options, sampler.draws(int(tokens) - 1)))
         self._take_logits(self._decoder.backend.logits[self.row, -1:])
         self._count(len(picked))
@@ -167,7 +167,7 @@ class Stream:
         self._require_logits("sample")
         sampler = self._sampler_for(options)
         self._renew_logits()
-        return sampler.sample(self._logits)
+        return sampler.sample(self._logits, checked=self._decoder.alarms)
 
     @counts_refusals
     def rollback(self, tokens: int) -> None:
@@ -248,7 +248,7 @@ class Stream:
         self._require_logits("generate")
         self._decoder.check_room(self.position, 1)
         self._renew_logits()
-        token = sampler.sample(self._logits)
+        token = sampler.sample(self._logits, checked=self._decoder.alarms)
         self._pending.append(token)
         self._remember(token)
         return token
@@ -305,7 +305,7 @@ class Stream:
         if record["sampler"] is not None:
             self._sampler = Sampler(SamplingOptions(**record["sampler"]["options"]), len(self._logits))
             self._sampler.load_state(record["sampler"]["state"])
-        self._logits[:] = tensors[LOGITS]
+        self._take_logits(tensors[LOGITS][None])
         self._decoder.backend.write_row(self.row, tensors)
 
     def _feed(self, fed: NDArray[np.int64] | Rows, all_logits: bool) -> NDArray[np.float32]:

@@ -152,6 +152,20 @@ def test_a_tool_that_measures_gets_the_logits_as_they_are(tiny_bundle: Path) -> 
         assert (stream.alarm, decoder.metrics().numerical_alarms) == (None, 0)
 
 
+def test_a_stream_that_comes_back_with_bad_logits_is_stopped(tiny_bundle: Path, tmp_path: Path) -> None:
+    """What a tool that measures has saved: for anyone else they are what they were when they were computed."""
+    with open_bundle(tiny_bundle, threads=1, alarms=False) as decoder:
+        stream = decoder.stream()
+        poison(stream)
+        stream.feed([1])
+        stream.snapshot(tmp_path / "bad")
+    with open_bundle(tiny_bundle, threads=1) as decoder:
+        restored = decoder.restore(tmp_path / "bad")
+        assert restored.alarm == "are not finite"
+        with pytest.raises(NumericalError, match="reset the stream"):
+            restored.sample()
+
+
 def test_exploding_logits_stop_a_prompt_too(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = decoder.stream()
     prefill = decoder.backend.prefill
