@@ -304,7 +304,7 @@ class Sampler:
         while high - low > _SORT_BELOW:
             middle = (low + high) // 2
             values[low:high].partition(middle - low)
-            top = float(values[middle:high].sum(dtype=np.float64))
+            top = float(values[middle:high].sum())
             if above + top >= need:
                 low = middle
             else:
