@@ -2,17 +2,20 @@
 
 import dataclasses
 import json
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, save
+from sinkring.exporter.bench import measure, session
 from sinkring.exporter.bench.bandwidth import BUFFER_BYTES, BandwidthProbe
 from sinkring.exporter.bench.measure import BundleCost, bench_bundles
 from sinkring.exporter.bench.placing import full_at, place
 from sinkring.exporter.bench.read_bytes import step_read_bytes
 from sinkring.exporter.bench.session import OLDEST, BenchSession
 from sinkring.exporter.picture import check_picture
+from sinkring.exporter.reference_text import ReferenceIds
 from sinkring.runtime import Manifest, open_bundle
 from sinkring.runtime.errors import InputError
 
@@ -70,6 +73,29 @@ def test_a_linear_cache_is_measured_as_far_as_it_goes(tmp_path_factory: pytest.T
     assert list(cost.step_ms) == [0, 14]
     assert cost.step_ms[14].samples == 29 - 14 - 2
     assert cost.prompt_tokens == 29
+
+
+def test_a_folder_that_is_no_bundle_is_told_of_before_any_is_opened(one_row: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "BenchSession", lambda *_: pytest.fail("opened one"))
+    ended = invoke("bench", one_row, tmp_path / "none", *QUICK)
+    assert ended.status == 2
+    assert "no such bundle folder" in ended.errors[0]
+
+
+def test_rings_are_filled_with_text(one_row: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of random ids the next is as good as unknown, and a nucleus then many times as large."""
+    asked = []
+
+    def text(bundle: Path, manifest: Manifest, tokens: int) -> ReferenceIds:
+        asked.append(tokens)
+        return ReferenceIds(np.arange(tokens) % 7, "text")
+
+    monkeypatch.setattr(session, "read_reference_ids", text)
+    monkeypatch.setattr(session, "MOST_TEXT_TOKENS", 10)
+    with closing(BenchSession(one_row, "onnxruntime", None, {"threads": 1})) as found:
+        history = found._full_state[0]["history"]
+    assert asked == [10]
+    assert history == [*np.arange(10) % 7, *np.arange(len(history) - 10) % 7]
 
 
 @pytest.mark.parametrize("option", ["--rounds", "--steps", "--prompt", "--threads"])
