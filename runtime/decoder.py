@@ -121,6 +121,9 @@ class Decoder:
 
     def checked_next(self, token: int | Rows) -> int | Rows:
         """Called by a stream: a token, or the row of one, as it can be run. Raises InputError."""
+        # Of every step: numpy takes longer for one number than for a thousand.
+        if type(token) is int and 0 <= token < self.manifest.model.vocab_size:
+            return token
         if isinstance(token, np.ndarray) and token.ndim == 1:
             return self.check_rows(token[None], "step")[0]
         return int(check_ids([token], self.manifest.model.vocab_size, "step")[0])  # type: ignore[list-item]  # what is no token is refused

@@ -89,7 +89,8 @@ def counts_refusals(method: Call) -> Call:
 
 def numerical_fault(logits: NDArray[np.float32]) -> str | None:
     """What is wrong with logits [..., V] as numbers, None for sound ones. Allocates no array."""
-    low, high = float(logits.min()), float(logits.max())
+    # Of NaN these find the first. Greedy sampling goes on with the same code, where min and max each wait for theirs.
+    low, high = logits.item(logits.argmin()), logits.item(logits.argmax())
     # A comparison with NaN is false.
     if low > -LARGEST_LOGIT and high < LARGEST_LOGIT:
         return None

@@ -13,6 +13,7 @@ The filters act in this order, each on what the one before left:
 and one token is drawn from what is left by inverting the cumulative distribution in order of token id.
 """
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -77,6 +78,19 @@ class SamplingOptions:
         _require(self, "repetition_penalty", 1e-3 <= self.repetition_penalty <= 1e3, "0.001 to 1000, 1 turns it off")
         _require(self, "repetition_window_tokens", self.repetition_window_tokens >= 1, "1 or more; repetition_penalty=1 is off")
         _require(self, "seed", self.seed >= 0, "0 or more")
+
+
+@functools.lru_cache(maxsize=64, typed=True)
+def _made(**options: Any) -> SamplingOptions:
+    return SamplingOptions(**options)
+
+
+def sampling_options(**options: Any) -> SamplingOptions:
+    """SamplingOptions(**options), checked once for equal ones: a loop that samples hands over the same for each token."""
+    try:
+        return _made(**options)
+    except TypeError:  # what has no hash is no number either, and is told so
+        return SamplingOptions(**options)
 
 
 def _require(options: SamplingOptions, name: str, good: bool, wanted: str) -> None:

@@ -12,7 +12,7 @@ from sinkring.runtime.device_sampling import candidates, sampling_inputs
 from sinkring.runtime.embedding import Rows
 from sinkring.runtime.errors import CapacityError, InputError, NumericalError
 from sinkring.runtime.metrics import Recorder, counts_refusals, numerical_fault
-from sinkring.runtime.sampling import Sampler, SamplingOptions
+from sinkring.runtime.sampling import Sampler, SamplingOptions, sampling_options
 from sinkring.runtime.snapshot import LOGITS, write_snapshot
 from sinkring.runtime.token_ids import NO_TOKEN, Ids, check_count, check_ids, check_stop_ids
 
@@ -160,7 +160,7 @@ class Stream:
 
         Options and errors as those of `generate`; its random sequence is the stream's own, whatever its neighbours do.
         """
-        options = SamplingOptions(
+        options = sampling_options(
             temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty, seed=seed
         )
         self._require_sound()

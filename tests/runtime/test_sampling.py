@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sinkring.runtime.errors import InputError
-from sinkring.runtime.sampling import Sampler, SamplingOptions
+from sinkring.runtime.sampling import Sampler, SamplingOptions, sampling_options
 
 
 def reference_distribution(options: SamplingOptions, logits: np.ndarray, recent: list[int]) -> np.ndarray:
@@ -282,6 +282,22 @@ def test_a_damaged_or_foreign_state_is_refused_and_changes_nothing(change: dict[
 def test_an_option_out_of_range_names_itself_and_its_value(option: str, value: object) -> None:
     with pytest.raises(InputError, match=f"^{option}={value!r}"):
         SamplingOptions(**{option: value})  # type: ignore[arg-type]
+
+
+def test_options_that_were_checked_once_are_not_taken_for_others() -> None:
+    """1, 1.0 and True are equal and have one hash; NaN equals nothing; a list has none."""
+    assert sampling_options(temperature=1.0, seed=1) is sampling_options(temperature=1.0, seed=1)
+    assert sampling_options(seed=np.int64(1)) == sampling_options(seed=1)
+    for wrong in (
+        {"temperature": True},
+        {"seed": 1.0},
+        {"seed": True},
+        {"temperature": math.nan},
+        {"top_p": [1.0]},
+        {"top_k": np.array([1])},
+    ):
+        with pytest.raises(InputError, match=f"^{next(iter(wrong))}="):
+            sampling_options(**wrong)
 
 
 def test_tokens_outside_the_vocabulary_are_refused() -> None:
