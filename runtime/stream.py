@@ -256,8 +256,7 @@ class Stream:
     def _sampler_for(self, options: SamplingOptions) -> Sampler:
         if self._sampler is None or self._sampler.options != options:
             self._sampler = Sampler(options, len(self._logits))
-            for token in self._known_tokens():
-                self._sampler.observe(token)
+            self._sampler.forget(self._known_tokens()[-options.repetition_window_tokens :])
         return self._sampler
 
     def flush(self) -> None:

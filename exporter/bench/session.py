@@ -74,6 +74,7 @@ class BenchSession:
         """(ms of a step, ms of it outside the graph's run), means over `steps` steps of a full ring: Python, sampling, copies of logits."""
         self._go_to(self.full)
         steps = self._at_most(self.full, steps)
+        self._step(sampling)  # with other options than the last, a sampler is made
         backend, inside = self.decoder.backend, 0.0
         run = backend.decode
 
