@@ -200,6 +200,8 @@ class Decoder:
     def restore(self, path: str | Path) -> Stream:
         """A stream that goes on bit for bit from `Stream.snapshot(path)`, on a free row, in this process or another.
 
+        One that a decoder without alarms has saved with logits that are not finite comes back stopped: see `Stream.alarm`.
+
         Raises BundleError for a file that is damaged or of another bundle, CapacityError when all rows are taken; no live stream changes.
         """
         self.require_open()

@@ -88,8 +88,8 @@ def counts_refusals(method: Call) -> Call:
 
 
 def numerical_fault(logits: NDArray[np.float32]) -> str | None:
-    """What is wrong with logits [..., V] as numbers, None for sound ones. Allocates no array."""
-    # Of NaN these find the first. Greedy sampling goes on with the same code, where min and max each wait for theirs.
+    """What is wrong with logits [..., V] as numbers, None for sound ones. Allocates no array for logits in one piece."""
+    # Both find a NaN before anything else. Greedy sampling runs argmax next: its code is read once, where min and max have their own.
     low, high = logits.item(logits.argmin()), logits.item(logits.argmax())
     # A comparison with NaN is false.
     if low > -LARGEST_LOGIT and high < LARGEST_LOGIT:

@@ -31,7 +31,7 @@ _SORT_BELOW = 2048
 _FEW = 32
 # The first guess of how many tokens share what the nucleus leaves out.
 _SHARING = 512
-# Rounding must not take a weight out of the nucleus.
+# Rounding of such a share, beside that of the weights' sum, must not take a weight out of the nucleus.
 _BELOW = 1 - 1e-5
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -88,9 +88,10 @@ def _made(**options: Any) -> SamplingOptions:
 def sampling_options(**options: Any) -> SamplingOptions:
     """SamplingOptions(**options), checked once for equal ones: a loop that samples hands over the same for each token."""
     try:
-        return _made(**options)
+        made = _made(**options)
     except TypeError:  # what has no hash is no number either, and is told so
-        return SamplingOptions(**options)
+        made = None
+    return SamplingOptions(**options) if made is None else made
 
 
 def _require(options: SamplingOptions, name: str, good: bool, wanted: str) -> None:
@@ -266,14 +267,17 @@ class Sampler:
     def _largest(self, scores: NDArray[np.float32], k: int) -> NDArray[np.intp]:
         """Ascending ids [k] of the k largest scores, k < V."""
         blocks = self.vocab_size // _BLOCK
-        if k > blocks:
-            values = self._scratch
-            values[:] = scores
-        else:
+        values: NDArray[np.float32] | None = None
+        if k <= blocks:
             # The k-th largest score is no smaller than the largest of each of k parts, so few are left to look among.
             tops = scores[: blocks * _BLOCK].reshape(_BLOCK, blocks).max(axis=0)
             tops.partition(blocks - k)
-            values = scores[np.flatnonzero(np.greater_equal(scores, tops[blocks - k], out=self._mask))]
+            above = np.greater_equal(scores, tops[blocks - k], out=self._mask)
+            if np.count_nonzero(above) <= self.vocab_size // _FEW:
+                values = scores[np.flatnonzero(above)]
+        if values is None:
+            values = self._scratch
+            values[:] = scores
         values.partition(len(values) - k)
         edge = values[len(values) - k]
         ids = np.flatnonzero(np.greater_equal(scores, edge, out=self._mask))

@@ -304,7 +304,10 @@ class Stream:
         if record["sampler"] is not None:
             self._sampler = Sampler(SamplingOptions(**record["sampler"]["options"]), len(self._logits))
             self._sampler.load_state(record["sampler"]["state"])
-        self._take_logits(tensors[LOGITS][None])
+        self._alarm = None
+        self._logits[:] = tensors[LOGITS]
+        if self._logits_stand:
+            self._take_logits(self._logits[None])
         self._decoder.backend.write_row(self.row, tensors)
 
     def _feed(self, fed: NDArray[np.int64] | Rows, all_logits: bool) -> NDArray[np.float32]:
@@ -379,11 +382,11 @@ class Stream:
         """Logits [N,V] that were computed, N may be 0: keep the last, and stop the stream if any are no numbers to go on with."""
         if not len(logits):
             return
-        self._logits[:] = logits[-1]
         fault = numerical_fault(logits) if self._decoder.alarms else None
         if fault is not None:
             self._alarm = fault
             self.recorder.numerical_alarms += 1
+        self._logits[:] = logits[-1]
 
     def _require_sound(self) -> None:
         self._require_open()

@@ -100,13 +100,13 @@ def bench_bundles(
     """Measure each bundle and, in the same rounds, the memory bandwidth that bounds it.
 
     A round times `steps` steps at each position of each bundle, one prompt of `prompt` tokens and a few paced steps; one round before them
-    is not counted. Raises InputError for a number out of range or no bundle, and what `open_bundle` raises.
+    is not counted. Raises InputError for a number out of range or no bundle, and what `open_bundle` and `read_reference_ids` raise.
     """
     for name, value in (("rounds", rounds), ("steps", steps), ("prompt", prompt), ("bundles", len(bundles))):
         if value < 1:
             raise InputError(f"{name}={value}: must be 1 or more")
     for bundle in bundles:
-        Manifest.read(Path(bundle))  # no minute is spent on others before one that is none is told of
+        Manifest.read(Path(bundle))  # a folder that is no bundle is told of before a minute is spent on the others
     options: dict[str, Any] = {name: value for name, value in (("threads", threads), ("device", device)) if value is not None}
     at_work = threads or describe_machine().cores
     process_bytes = int(psutil.Process().memory_info().rss)

@@ -12,6 +12,7 @@ from sinkring.exporter.bench.placing import full_at, place
 from sinkring.exporter.bench.read_bytes import step_read_bytes
 from sinkring.exporter.reference_text import read_reference_ids
 from sinkring.runtime.decoder import Decoder, open_bundle
+from sinkring.runtime.manifest import Manifest
 
 OLDEST = 1_000_000
 # A larger ring is filled with the same text again and again.
@@ -31,6 +32,7 @@ class BenchSession:
     """
 
     def __init__(self, bundle: Path, backend: str, target: str | None, options: Mapping[str, Any]) -> None:
+        text = read_reference_ids(bundle, Manifest.read(bundle), MOST_TEXT_TOKENS).ids
         process = psutil.Process()
         before = int(process.memory_info().rss)
         began = time.perf_counter()
@@ -43,7 +45,7 @@ class BenchSession:
         wanted = (0, self.full // 2, self.full, 10 * self.full, OLDEST) if endless else (0, self.full)
         self.positions = tuple(dict.fromkeys(position for position in sorted(wanted) if position <= manifest.position_limit // 2))
         # Of text the next token is nearly known, of random ids it is not, and sampling takes up to three times as long.
-        self._ids = np.resize(read_reference_ids(bundle, manifest, min(self.full, MOST_TEXT_TOKENS)).ids, self.full)
+        self._ids = np.resize(text, self.full)
         self._streams = [self.decoder.stream() for _ in range(manifest.batch)]
         for stream in self._streams:
             stream.feed(self._ids[:1])

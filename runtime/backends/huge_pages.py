@@ -58,9 +58,18 @@ def use_huge_pages(since: list[Stretch]) -> int:
     for mapping in mapped():
         for stretch in _without(mapping, since):
             for start, end in _used(library, stretch, page):
-                if library.madvise(start, end - start, _MADV_COLLAPSE) == 0 or library.madvise(start, end - start, mmap.MADV_HUGEPAGE) == 0:
+                if library.madvise(start, end - start, _MADV_COLLAPSE) == 0:
                     asked += end - start
+                else:
+                    asked += sum(_move(library, at, page) for at in range(start, end, page))
     return asked
+
+
+def _move(library: ctypes.CDLL, start: int, page: int) -> int:
+    """One page: how many bytes were moved or marked."""
+    if library.madvise(start, page, _MADV_COLLAPSE) == 0 or library.madvise(start, page, mmap.MADV_HUGEPAGE) == 0:
+        return page
+    return 0
 
 
 def _page_bytes() -> int | None:

@@ -87,12 +87,15 @@ def test_once_free_it_is_like_any_memory() -> None:
         array = np.frombuffer(memory, np.uint8)
         array[:] = 1
         huge_pages.use_huge_pages(since=before)
+        moved = bytes_of(memory, "AnonHugePages")
         # What malloc does with memory that it gives back and takes again.
         memory.madvise(mmap.MADV_DONTNEED)
         empty = bytes_of(memory, "Rss")
         array[5 * PAGE] = 1
         taken = bytes_of(memory, "Rss") - empty
         del array
+    if not moved:
+        pytest.skip("this system moves pages in its own time, and marks are all that can be done")
     assert taken <= mmap.PAGESIZE
 
 

@@ -166,6 +166,21 @@ def test_a_stream_that_comes_back_with_bad_logits_is_stopped(tiny_bundle: Path, 
             restored.sample()
 
 
+def test_logits_that_a_rollback_has_made_void_stop_nothing(tiny_bundle: Path, tmp_path: Path) -> None:
+    with open_bundle(tiny_bundle, threads=1, alarms=False) as decoder:
+        stream = decoder.stream()
+        stream.feed(IDS[:5])
+        poison(stream)
+        stream.feed([1])
+        poison(stream, 0.0)
+        stream.rollback(1)
+        stream.snapshot(tmp_path / "before")
+    with open_bundle(tiny_bundle, threads=1) as decoder:
+        restored = decoder.restore(tmp_path / "before")
+        assert restored.alarm is None
+        assert 0 <= restored.sample() < 97
+
+
 def test_exploding_logits_stop_a_prompt_too(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = decoder.stream()
     prefill = decoder.backend.prefill

@@ -288,6 +288,8 @@ def test_options_that_were_checked_once_are_not_taken_for_others() -> None:
     """1, 1.0 and True are equal and have one hash; NaN equals nothing; a list has none."""
     assert sampling_options(temperature=1.0, seed=1) is sampling_options(temperature=1.0, seed=1)
     assert sampling_options(seed=np.int64(1)) == sampling_options(seed=1)
+    for right in ({"temperature": 1.0}, {"temperature": 1}, {"seed": 1}):
+        sampling_options(**right)
     for wrong in (
         {"temperature": True},
         {"seed": 1.0},
@@ -309,11 +311,16 @@ def test_tokens_outside_the_vocabulary_are_refused() -> None:
         Sampler(SamplingOptions(), 0)
 
 
-@pytest.mark.parametrize("options", [SamplingOptions(1.0), SamplingOptions(1.0, top_k=50), SamplingOptions(1.0, top_p=0.9, min_p=0.01)])
+@pytest.mark.parametrize(
+    "options",
+    [SamplingOptions(1.0), SamplingOptions(1.0, top_k=50), SamplingOptions(1.0, top_k=1562), SamplingOptions(1.0, top_p=0.9, min_p=0.01)],
+)
 def test_a_step_allocates_nothing_of_the_vocabularys_size_and_nothing_grows(options: SamplingOptions) -> None:
     vocab = 200_000
     options = SamplingOptions(options.temperature, options.top_k, options.top_p, options.min_p, repetition_penalty=1.1)
     logits = (np.random.default_rng(4).standard_normal(vocab)).astype(np.float32)
+    # One of the 1,562 parts that top-k takes the largest of holds nothing large.
+    logits[::1562] = -9
     sampler = Sampler(options, vocab)
     for token in range(100):
         sampler.observe(token)
