@@ -14,7 +14,7 @@ and one token is drawn from what is left by inverting the cumulative distributio
 """
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -31,7 +31,7 @@ _SORT_BELOW = 2048
 _FEW = 32
 # The first guess of how many tokens share what the nucleus leaves out.
 _SHARING = 512
-# Rounding of such a share, beside that of the weights' sum, must not take a weight out of the nucleus.
+# Rounding must not take a weight out of the nucleus.
 _BELOW = 1 - 1e-5
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -139,10 +139,13 @@ class Sampler:
         self._recent_next = (self._recent_next + 1) % window
         self._recent_count = min(self._recent_count + 1, window)
 
-    def forget(self, history: Iterable[int]) -> None:
-        """Let the penalty see just `history`, oldest token first: after tokens were taken back. The random sequence goes on where it is."""
+    def forget(self, history: Sequence[int]) -> None:
+        """Let the penalty see just the end of `history`, oldest token first: after tokens were taken back, or of a stream under way.
+
+        The random sequence goes on where it is.
+        """
         self._recent_count = self._recent_next = 0
-        for token in history:
+        for token in history[-len(self._recent) :]:
             self.observe(token)
 
     def sample(self, logits: NDArray[np.float32], checked: bool = False) -> int:
@@ -290,7 +293,7 @@ class Sampler:
         self, ids: NDArray[np.intp] | None, weights: NDArray[np.float32], top_p: float
     ) -> tuple[NDArray[np.intp] | None, NDArray[np.float32]]:
         """As `_weigh`, of the nucleus: of a peaked distribution only the tokens that may be in it, of a flat one all, the others 0."""
-        need = top_p * (total := float(weights.sum()))
+        need = top_p * (total := float(weights.sum(dtype=np.float64)))
         # First as if at most so many tokens shared what may be left out: of a peaked distribution, the tokens above such a share reach
         # `need` by themselves, and the nucleus is among them. All tokens up to the V-th part of it never add up to more than it.
         for sharing in (_SHARING, len(weights)):
@@ -322,7 +325,7 @@ class Sampler:
         while high - low > _SORT_BELOW:
             middle = (low + high) // 2
             values[low:high].partition(middle - low)
-            top = float(values[middle:high].sum())
+            top = float(values[middle:high].sum(dtype=np.float64))
             if above + top >= need:
                 low = middle
             else:

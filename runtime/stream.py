@@ -132,9 +132,8 @@ class Stream:
         sampler = self._sampler_for(options)
         if tokens < 2 or candidates(options, len(self._logits)) > self._decoder.backend.most_top_k:
             return np.fromiter(self._generate(int(tokens), sampler, frozenset()), np.int64, int(tokens))
-        self._renew_logits()
+        first = self._pick(sampler)
         self.about_to_write(int(tokens) - 1)
-        first = sampler.sample(self._logits, checked=self._decoder.alarms)
         picked = self._decoder.extend(self, first, sampling_inputs(options, sampler.draws(int(tokens) - 1)))
         self._take_logits(self._decoder.backend.logits[self.row, -1:])
         self._count(len(picked))
@@ -165,9 +164,7 @@ class Stream:
         )
         self._require_sound()
         self._require_logits("sample")
-        sampler = self._sampler_for(options)
-        self._renew_logits()
-        return sampler.sample(self._logits, checked=self._decoder.alarms)
+        return self._pick(self._sampler_for(options))
 
     @counts_refusals
     def rollback(self, tokens: int) -> None:
@@ -193,7 +190,7 @@ class Stream:
             self._fed -= written
             self._logits_stand = False
         if self._sampler is not None:
-            self._sampler.forget(self._known_tokens()[-self._sampler.options.repetition_window_tokens :])
+            self._sampler.forget(self._known_tokens())
 
     def fork(self) -> "Stream":
         """A second stream, on a free row, that goes on from here bit for bit. Raises CapacityError when all rows are taken."""
@@ -212,13 +209,12 @@ class Stream:
         """Forget everything: the stream equals a fresh one."""
         self._require_open()
         self._decoder.backend.reset_row(self.row)
-        self._alarm = None
         self.recorder.resets += 1
         self._fed = self._reached = 0
         self._logits_stand = True
         self._pending.clear()
         self._history.clear()
-        self._sampler = None
+        self._sampler = self._alarm = None
         self._logits[:] = 0
 
     def close(self) -> None:
@@ -247,16 +243,19 @@ class Stream:
             raise InputError("generate: this loop ended when the stream was reset or generate was called with other options; call it again")
         self._require_logits("generate")
         self._decoder.check_room(self.position, 1)
-        self._renew_logits()
-        token = sampler.sample(self._logits, checked=self._decoder.alarms)
+        token = self._pick(sampler)
         self._pending.append(token)
         self._remember(token)
         return token
 
+    def _pick(self, sampler: Sampler) -> int:
+        self._renew_logits()
+        return sampler.sample(self._logits, checked=self._decoder.alarms)
+
     def _sampler_for(self, options: SamplingOptions) -> Sampler:
         if self._sampler is None or self._sampler.options != options:
             self._sampler = Sampler(options, len(self._logits))
-            self._sampler.forget(self._known_tokens()[-options.repetition_window_tokens :])
+            self._sampler.forget(self._known_tokens())
         return self._sampler
 
     def flush(self) -> None:
@@ -382,8 +381,7 @@ class Stream:
         """Logits [N,V] that were computed, N may be 0: keep the last, and stop the stream if any are no numbers to go on with."""
         if not len(logits):
             return
-        fault = numerical_fault(logits) if self._decoder.alarms else None
-        if fault is not None:
+        if self._decoder.alarms and (fault := numerical_fault(logits)) is not None:
             self._alarm = fault
             self.recorder.numerical_alarms += 1
         self._logits[:] = logits[-1]
